@@ -106,14 +106,14 @@ class Assembly(ABC):
 
     def weight(self, tensor: LogicalTensor, origin: Origin | None) -> Sequence[Piece]:
         """Return the pieces of a weight: SRC's, and further rows of START's."""
-        begun = self.begun(tensor)
+        of_start = self.start_piece(tensor)
         if origin is None or origin.source is None:
-            return [begun]
+            return [of_start]
         row, numel = self.kept(origin.state, origin, tensor)
-        rest = replace(begun, numel=tensor.numel - numel, first=numel)
+        rest = replace(of_start, numel=tensor.numel - numel, first=numel)
         return [Piece(numel, row), rest] if rest.numel else [Piece(numel, row)]
 
-    def begun(self, tensor: LogicalTensor) -> Piece:
+    def start_piece(self, tensor: LogicalTensor) -> Piece:
         """Return START's whole tensor."""
         row = self.start_index[tensor.model_part, tensor.state, tensor.name]
         return Piece(tensor.numel, self.first + row)

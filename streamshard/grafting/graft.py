@@ -66,9 +66,9 @@ def _plan(options: GraftOptions) -> TransferPlan:
         start = open_source(options.start)
         require_separate(start.path, target, start.directories)
         source.require_use_of_like()
-        made = grafted(source, start, replace(rules, is_fresh=options.fresh_states))
-        counts = made.counts
-        return _output(options, rules, source, start, made)
+        job = grafted(source, start, replace(rules, is_fresh=options.fresh_states))
+        counts = job.counts
+        return _output(options, rules, source, start, job)
 
     opened = partial(open_source, options.source, options, takes_bare=True)
     plan = plan_opened(options, opened, prepare)
@@ -88,7 +88,7 @@ def _read(path: Path) -> Rules:
 
 
 def _output(
-    options: GraftOptions, rules: Rules, source: Source, start: Source, made: Grafted
+    options: GraftOptions, rules: Rules, source: Source, start: Source, job: Grafted
 ) -> Output:
     """Decide what the files of the target are: those of a repartition of what is grafted."""
     decisive = {
@@ -97,8 +97,8 @@ def _output(
         "fresh_states": str(options.fresh_states),
         "sources": " ".join(digest_of_headers(one.checkpoint) for one in (source, start)),
     }
-    check = made.find_means if made.is_warm else None
-    derived = DerivedSource(source=made.source, original=source, check=check)
+    check = job.find_means if job.is_warm else None
+    derived = DerivedSource(source=job.source, original=source, check=check)
     new, version = start.checkpoint, start.facts.ds_version
     found = resharding_of(source, new.ranks, ds_version=version, derived=derived)
     return output_of(found, decisive, options.target, job=_batch_of(new.config))

@@ -45,13 +45,13 @@ class Grafted:
 
     source: Source
     counts: Mapping[str, RuleCount]
-    made: Sequence[Pieces]
+    computed: Sequence[Pieces]
     is_warm: bool
     """Whether some of them are filled with means."""
 
     def find_means(self, *_: object) -> Sequence[str]:
         """Find what the second moments of warm parameters begin with."""
-        for pieces in self.made:
+        for pieces in self.computed:
             pieces.find_means()
         return ()
 
@@ -91,7 +91,7 @@ class _ByRules(Assembly):
             accelerate_step=old.accelerate_step,
             saved_ranks=old.ranks,
         )
-        placed, made = self.placed(checkpoint)
+        placed, computed = self.placed(checkpoint)
         source = replace(
             placed,
             path=start.path,
@@ -102,7 +102,7 @@ class _ByRules(Assembly):
             repeats=(),
             codec_bytes=max(self.source.codec_bytes, start.codec_bytes) + SCRATCH_BYTES,
         )
-        return Grafted(source, self._counts, made, bool(self._means))
+        return Grafted(source, self._counts, computed, bool(self._means))
 
     # Who says what
 
@@ -111,7 +111,7 @@ class _ByRules(Assembly):
         origins = origins_of(old, new, self._rules)
         if len(self.new.model_parts) > 1:
             require_whole_rows(origins, self.start)
-        self._matched = old, new, origins
+        self._tell(old, new, origins)
         return origins
 
     def states(
@@ -138,14 +138,14 @@ class _ByRules(Assembly):
                     f"{message} them param groups of their own in START", path=self.start.path
                 )
         require_same_settings(old, first, new, group)
-        begun = [n for n, o in members.items() if n not in kept or o.rows is not None]
-        if first.states is not None and begun:
+        new_members = [n for n, o in members.items() if n not in kept or o.rows is not None]
+        if first.states is not None and new_members:
             require_zeros(group, first)
-            warm = [name for name in begun if origins[name].is_warm]
+            warm = [name for name in new_members if origins[name].is_warm]
             for name in warm:
                 of = [name] if name in kept else [*kept]
                 self._warm(new.name, name, of, origins, first)
-            if len(warm) < len(begun):
+            if len(warm) < len(new_members):
                 self._notes += uncorrected(new, group)
         return first.number, first.states
 
@@ -168,13 +168,12 @@ class _ByRules(Assembly):
         key = tensor.model_part, tensor.state, tensor.name
         fill = Piece(tensor.numel, mean_of=self._means.get(key, ()))
         if not origin.keeps_states:
-            return [self.begun(tensor) if key in self.start_index else fill]
+            return [self.start_piece(tensor) if key in self.start_index else fill]
         (kept,) = super().state(tensor, origin)
         rest = replace(fill, numel=tensor.numel - kept.numel)
         return [kept, rest] if rest.numel else [kept]
 
     def training_state(self, parts: Parts, groups: Origins) -> Dicts:
-        self._tell(*self._matched)
         self._groups = groups
         state = grafted_state(
             *parts,
@@ -182,7 +181,7 @@ class _ByRules(Assembly):
             fresh=self._rules.is_fresh,
             scheduler_of_start=self._rules.scheduler_of_start,
             config=self.new.config,
-            beside=next(iter(self._schedulers.values()), None),
+            scheduler_file=next(iter(self._schedulers.values()), None),
         )
         self._notes += state.notes
         return state.model_state, state.optimizer_file

@@ -70,17 +70,17 @@ def grafted_state(
     fresh: bool,
     scheduler_of_start: bool,
     config: Mapping[str, Node],
-    beside: States | None = None,
+    scheduler_file: States | None = None,
 ) -> GraftedState:
     """Merge the dicts of a model part's files. Nodes of both are used as they are, not copied.
 
     `config`: START's `ds_config`.
-    `beside`: what the source and START have in `scheduler.pt` or `scheduler.bin`, if either has it.
+    `scheduler_file`: what both have in `scheduler.pt` or `scheduler.bin`, if either has one.
     """
     notes: list[str] = []
     if not source.model_state:
         notes.append("The source tells no counters and no client state: they are START's.")
-    states, place = _schedulers((source, start)) or beside, None
+    states, place = _schedulers((source, start)) or scheduler_file, None
     why = None if states is None or scheduler_of_start else objection(*states)
     if why is not None:
         notes.append(f"The scheduler: {why}. So it begins again, with START's learning rates.")

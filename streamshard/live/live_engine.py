@@ -92,13 +92,13 @@ def resharding_for(engine: Engine, opened: Source, world_size: int) -> Reshardin
     if experts == opened.checkpoint.expert_parallel:
         experts = None
     with worded(_own_word):
-        asked = JobDegrees(expert_parallel=experts, world_size=world_size)
+        degrees = JobDegrees(expert_parallel=experts, world_size=world_size)
         return resharding_of(
             opened,
             world_size,
             wanted=wanted,
             ds_version=recorded_version(deepspeed.__version__),
-            derived=other_degrees().change(opened, asked),
+            derived=other_degrees().change(opened, degrees),
         )
 
 

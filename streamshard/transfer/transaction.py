@@ -58,7 +58,7 @@ class Transaction(ABC):
         self._sizes = sizes
         self._verify = verify
         self._template = template
-        self._made: list[Path] = []
+        self._new_parents: list[Path] = []
         """Parent directories that were made for the target, innermost first."""
         self._is_own = False
         """Whether the journal belongs to this run, or to the earlier run it continues."""
@@ -95,11 +95,11 @@ class Transaction(ABC):
         self._held.__exit__(None if error is None else type(error), error, None)
 
     def _make_parents(self) -> None:
-        self._made = [p for p in self._target.parents if not exists(p)]
+        self._new_parents = [p for p in self._target.parents if not exists(p)]
         make_directory(self._target.parent, parents=True, exist_ok=True)
 
     def _sync_parents(self) -> None:
-        for parent in (self._target.parent, *(made.parent for made in self._made)):
+        for parent in (self._target.parent, *(new.parent for new in self._new_parents)):
             sync_path(parent)
 
     @abstractmethod

@@ -46,10 +46,10 @@ Change = Callable[[Path, Path], object]
 """Something that happens to a run directory or to its archives."""
 
 
-def require_kept(found: api.Compaction, action: str, told: str) -> None:
+def require_kept(found: api.Compaction, action: str, reason: str) -> None:
     (tag,) = (tag for tag in found.tags if tag.tag == FIRST)
     assert (tag.action, found.exit_code) == (action, CODES[action])
-    assert search(told, tag.reason), tag.reason
+    assert search(reason, tag.reason), tag.reason
 
 
 # What an archive would lack -----------------------------------------------------------------------
@@ -95,12 +95,12 @@ LACKING: dict[str, tuple[int, Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("what", LACKING)
 def test_a_tag_of_which_an_archive_would_lack_something_stays(tmp_path: Path, what: str) -> None:
-    stage, change, told = LACKING[what]
+    stage, change, reason = LACKING[what]
     run = make_run(tmp_path / "run", Job(stage=stage))
     change(run / FIRST)
     age(run / FIRST, 30)
     before = bits(run)
-    require_kept(api.compact(run, tmp_path / "archive", delete=True), "ambiguous", told)
+    require_kept(api.compact(run, tmp_path / "archive", delete=True), "ambiguous", reason)
     assert bits(run) == before
 
 
@@ -281,10 +281,10 @@ ARCHIVED: dict[str, tuple[Change, str, str]] = {
 @pytest.mark.usefixtures("archived")
 @pytest.mark.parametrize("what", ARCHIVED)
 def test_an_archived_tag_stays(run: Path, archive: Path, what: str) -> None:
-    change, action, told = ARCHIVED[what]
+    change, action, reason = ARCHIVED[what]
     change(run, archive)
     before = bits(run)
-    require_kept(api.compact(run, archive, delete=True), action, told)
+    require_kept(api.compact(run, archive, delete=True), action, reason)
     assert bits(run) == before
 
 
@@ -360,13 +360,13 @@ TRASHED: dict[str, tuple[Change, str, str]] = {
 @pytest.mark.usefixtures("trashed")
 @pytest.mark.parametrize("what", TRASHED)
 def test_a_tag_in_the_trash_stays(run: Path, archive: Path, what: str) -> None:
-    change, action, told = TRASHED[what]
+    change, action, reason = TRASHED[what]
     change(run, archive)
     before = bits(run)
-    require_kept(api.compact(run, archive, delete=True, now=later(30)), action, told)
+    require_kept(api.compact(run, archive, delete=True, now=later(30)), action, reason)
     if action != "in the trash":  # by hand, whatever the rules say
         found = api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
-        require_kept(found, action, told)
+        require_kept(found, action, reason)
     assert bits(run) == before
 
 
@@ -383,11 +383,11 @@ PURGED: dict[str, tuple[Change, str, str]] = {
 @pytest.mark.usefixtures("purged")
 @pytest.mark.parametrize("what", PURGED)
 def test_the_archive_of_a_removed_tag_keeps_its_states(run: Path, archive: Path, what: str) -> None:
-    change, action, told = PURGED[what]
+    change, action, reason = PURGED[what]
     change(run, archive)
     before = bits(archive / f"{FIRST}.zarr")
     found = api.compact(run, archive, now=later(39), weights_only_older_than=timedelta(30))
-    require_kept(found, action, told)
+    require_kept(found, action, reason)
     assert bits(archive / f"{FIRST}.zarr") == before
 
 
@@ -425,7 +425,7 @@ def test_what_speaks_against_it_during_the_night_keeps_a_tag(
     what: str,
 ) -> None:
     """The rules are asked again after everything that takes long."""
-    is_trashed, at, change, told = LATE[what]
+    is_trashed, at, change, reason = LATE[what]
     if is_trashed:
         request.getfixturevalue("trashed")
     looks = 0
@@ -442,7 +442,7 @@ def test_what_speaks_against_it_during_the_night_keeps_a_tag(
     (tag,) = (tag for tag in found.tags if tag.tag == FIRST)
     wanted = ("failed", 4) if what == "another trash" else ("ambiguous", 3)
     assert (tag.action, found.exit_code) == wanted
-    assert search(told, tag.reason), tag.reason
+    assert search(reason, tag.reason), tag.reason
     assert looks == at
     assert (run / (TRASH if is_trashed else "") / FIRST).is_dir()
     assert {path.name for path in run.glob("global_step*")} >= ALL - {FIRST}

@@ -309,7 +309,7 @@ def test_files_of_schedulers_follow_the_same_rule(tmp_path: Path, kind: str) -> 
             fresh=False,
             scheduler_of_start=of_start,
             config={},
-            beside=(one, other),
+            scheduler_file=(one, other),
         )
         assert (state.notes, state.model_state["lr_scheduler"]) == ((), None)
         file = grafted_scheduler_file((one, other), (old, new), (0, 1), scheduler_of_start=of_start)

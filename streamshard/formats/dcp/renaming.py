@@ -230,8 +230,8 @@ def _row(index: Mapping[tuple[str, str], int], state: str, name: str) -> int:
 def _weights(part: ModelPart, made: Mapping[str, tuple[_Move, _Made]]) -> Iterator[Weight]:
     saved = {entry.name: entry for entry in part.module}
     for name, (move, one) in made.items():
-        held = [saved[source].held_as for source in move.sources]
-        places = [*held, one.sources.tobytes(), one.starts.tobytes()] if one.numel else []
+        stored = [saved[source].held_as for source in move.sources]
+        places = [*stored, one.sources.tobytes(), one.starts.tobytes()] if one.numel else []
         yield name, saved[move.sources[0]].dtype, one.shape, places
 
 

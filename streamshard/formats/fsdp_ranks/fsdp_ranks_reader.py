@@ -355,12 +355,12 @@ def _files_in(place: Path) -> list[Path]:
 def _place(
     builder: CuttingBuilder, number: int, entry: LogicalTensor, boxes: Sequence[Box], place: Path
 ) -> None:
-    held = [box.tensor.require_contiguous(f"'{entry.name}'") for box in boxes]
+    tensors = [box.tensor.require_contiguous(f"'{entry.name}'") for box in boxes]
     # Runs of elements are boxes of the flattened tensor.
-    is_flat = bool(held) and len(boxes[0].offset) < len(entry.shape)
+    is_flat = bool(tensors) and len(boxes[0].offset) < len(entry.shape)
     shape = (entry.numel,) if is_flat else entry.shape
-    placed = [(box.offset, tensor.shape) for box, tensor in zip(boxes, held, strict=True)]
-    items = [(tensor.storage.file, tensor.offset, 0) for tensor in held]
+    placed = [(box.offset, tensor.shape) for box, tensor in zip(boxes, tensors, strict=True)]
+    items = [(tensor.storage.file, tensor.offset, 0) for tensor in tensors]
     saved = SavedTensor.of(entry.dtype, shape, placed, items)
     places = TensorPlaces(saved.items.file, saved.items.offset)
     place_boxes(builder, number, entry.name, saved, places, place)

@@ -273,8 +273,8 @@ def read_optimizers(sources: SourceFiles, paths: Sequence[Path]) -> list[dict[st
         some = paths[start : start + _TOGETHER]
         files = [sources.read(path, sources.add(path)) for path in some]
         _read_scalars(some, files)
-        roots += (file.root for file in files)
-        roots[max(1, start) :] = [_shared(root, roots[0]) for root in roots[max(1, start) :]]
+        for file in files:
+            roots.append(_shared(file.root, roots[0]) if roots else file.root)
     return roots
 
 
