@@ -75,8 +75,8 @@ class Assembly(ABC):
             of = self.weight if tensor.state == MASTER else self.state
             self.add(tensor, of(tensor, origins[tensor.name]))
         for tensor in self.new.tensors:
-            is_module_s = tensor.state == MODULE and tensor.model_part == new.name
-            if is_module_s and tensor.name not in trained:  # their copies are casts of the masters
+            is_of_module = tensor.state == MODULE and tensor.model_part == new.name
+            if is_of_module and tensor.name not in trained:  # their copies are casts of the masters
                 self.add(tensor, self.weight(tensor, origins.get(tensor.name)))
         files = new.model_state, new.optimizer_file
         model, optimizer = renumbered(files, lambda row: row + self.first)
@@ -134,7 +134,7 @@ class Assembly(ABC):
         self._rows.append(row)
 
     def placed(self, checkpoint: Checkpoint) -> tuple[Source, list[Pieces]]:
-        """Return all that was added, as a checkpoint's, and what is computed of pieces."""
+        """Return a source of all tensors that were added, and the pieces that some are computed of."""
         job = self.both.take(self._rows, replace(checkpoint, tensors=tuple(self._tensors)))
         computed = []
         for dtype, tensors in self._computed.items():
