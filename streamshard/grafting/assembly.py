@@ -134,7 +134,7 @@ class Assembly(ABC):
         self._rows.append(row)
 
     def placed(self, checkpoint: Checkpoint) -> tuple[Source, list[Pieces]]:
-        """Return a source of all tensors that were added, and the pieces that some are computed of."""
+        """Return a source of the added tensors, and the pieces that some are computed of."""
         job = self.both.take(self._rows, replace(checkpoint, tensors=tuple(self._tensors)))
         computed = []
         for dtype, tensors in self._computed.items():
