@@ -23,7 +23,7 @@ from streamshard.errors import SourceError, StreamshardError
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.layout.cutting import Segments, coalesce
 from streamshard.layout.memory_plan import BUFFER_BYTES, COMPARING_BYTES, MemoryPlan
-from streamshard.model import ITEMSIZE, LogicalTensor
+from streamshard.model import ITEMSIZE, LogicalTensor, NoteKind
 from streamshard.source.source import Request, Source
 
 _RUN_BYTES: Final = 64 << 20
@@ -113,11 +113,11 @@ class Pairing:
 def open_alike(
     first: Request, second: Request, one: Source, other: Source
 ) -> tuple[Source, Source]:
-    """Open the one of two checkpoints again that lacks details which the other tells."""
-    if one.kind == other.kind and (one.details is None) != (other.details is None):
-        if one.details is None:
-            return replace(first, details=other.details).open(), other
-        return one, replace(second, details=one.details).open()
+    """Open the second one again by what FSDP1 wrapped in the first, if states need that."""
+    is_unread = any(note.kind is NoteKind.UNREAD for note in other.checkpoint.notes)
+    if first.facts.wrapped and one.kind == other.kind and is_unread:
+        facts = replace(second.facts, wrapped=first.facts.wrapped)
+        return one, replace(second, facts=facts).open()
     return one, other
 
 

@@ -10,7 +10,6 @@ from streamshard.checks.problems import MALFORMED, Findings
 from streamshard.checks.torch_check import TorchFiles
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.fsdp_ranks import fsdp_ranks_reader, rank_names
-from streamshard.formats.fsdp_ranks.flat_parameters import joined_of
 from streamshard.io.entries import is_file, paths_in
 from streamshard.model import NoteKind
 from streamshard.source.base_reader import Reader
@@ -43,8 +42,7 @@ class _FsdpRanksReader(Reader):
         return all(map(rank_names.is_rank_file, others)) if is_one else None
 
     def open(self, place: Path, request: Request) -> Source:
-        found = fsdp_ranks_reader.read(place, request.facts.wrapped, request.details)
-        return replace(Source.of(place, self, found), details=joined_of(found.checkpoint))
+        return Source.of(place, self, fsdp_ranks_reader.read(place, request.facts.wrapped))
 
     def check_structure(
         self, place: Path, request: Request, findings: Findings

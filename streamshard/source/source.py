@@ -248,8 +248,6 @@ class Request:
     """What its files do not say."""
     like: Source | None = None
     """Reference checkpoint: another one of the same job, which supplies what this one lacks."""
-    details: Any = None
-    """What another checkpoint of its kind tells that its files do not (`Source.details`)."""
     takes_bare: bool = False
     """Whether some of a group's parameters may lack states: for grafts and what only looks."""
     opened: Source | None = None

@@ -9,14 +9,12 @@ a numbered list. So these are taken, if the parts then have the lengths that the
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from streamshard.errors import Option, UnsupportedError, UsageError, lacking
-from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dcp.renaming import name_pattern
-from streamshard.formats.fsdp_ranks.rank_names import OPTIMIZER
 from streamshard.formats.pickle.inert import Call, Global, Node, show_few
 from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor, tensor_of
 from streamshard.layout.zero import FlatGroup, ceil_div, flat_group
@@ -76,7 +74,8 @@ def joined_parameters(
             joined.setdefault(module, [])
         joined[around[-1] if around else ""].append(name)
     parameters = tuple(tuple(names) for names in joined.values() if names)
-    if lengths_of(parameters, numels, ranks) == [*lengths]:
+    sums = [sum(map(numels.__getitem__, names)) for names in parameters]
+    if [ceil_div(numel, ranks) for numel in sums] == [*lengths]:
         return parameters
     flat = f"{counted(len(lengths), 'flat parameter')} of FSDP1, of {show_few(lengths)} elements"
     if wrapped:
@@ -87,11 +86,6 @@ def joined_parameters(
     raise UnsupportedError(f"{message}: {lacking('wrapped')}")
 
 
-def lengths_of(joined: Sequence[Names], numels: Mapping[str, int], ranks: int) -> list[int]:
-    """Return how many elements a rank has of each flat parameter."""
-    return [ceil_div(sum(map(numels.__getitem__, names)), ranks) for names in joined]
-
-
 def _require_modules(numels: Mapping[str, int], wrapped: Sequence[str]) -> None:
     """Refuse a pattern that no module around a parameter matches."""
     modules = dict.fromkeys(module for name in numels for module in _around(name))
@@ -99,25 +93,6 @@ def _require_modules(numels: Mapping[str, int], wrapped: Sequence[str]) -> None:
         if not any(map(name_pattern(pattern).fullmatch, modules)):
             message = f"{WRAPPED}: no module around a parameter is named '{pattern}'"
             raise UsageError(f"{message}; there are {show_few([*modules])}")
-
-
-def joined_of(checkpoint: Checkpoint) -> tuple[Names, ...] | None:
-    """Return what is in the flat parameters of an optimizer that was read, if it has such."""
-    (model_part,) = checkpoint.model_parts
-    optimizer: Any = model_part.model_state.get(OPTIMIZER)
-    states = optimizer.get(_STATE) if isinstance(optimizer, dict) else None
-    if not isinstance(states, dict) or not any(map(is_flat, _leaves(states))):
-        return None
-    keys = [key for group in optimizer[_GROUPS] for key in group[_PARAMS]]
-    flats = (next(filter(is_flat, states[key].values())) for key in keys)
-    parts = ([tensor_of(node) for node in flat.args] for flat in flats)
-    return tuple(
-        tuple(checkpoint.tensors[t.storage.blob].name for t in some if t) for some in parts
-    )
-
-
-def _leaves(states: Mapping[Node, Node]) -> Iterator[Node]:
-    return (node for own in states.values() if isinstance(own, dict) for node in own.values())
 
 
 def evened_roots(roots: Sequence[Any]) -> list[Any] | None:

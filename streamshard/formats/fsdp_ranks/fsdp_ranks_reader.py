@@ -35,7 +35,7 @@ from streamshard.formats.deepspeed.read.zero_reader import adopt_files, malforme
 from streamshard.formats.foreign_checkpoint import Weight, foreign_checkpoint, module_entries
 from streamshard.formats.fsdp_ranks import rank_names
 from streamshard.formats.fsdp_ranks.device_meshes import require_ascending, with_local
-from streamshard.formats.fsdp_ranks.flat_parameters import WRAPPED, Names, flat_node
+from streamshard.formats.fsdp_ranks.flat_parameters import WRAPPED, flat_node
 from streamshard.formats.fsdp_ranks.optimizer_files import (
     NO_OPTIMIZER,
     RanksOptimizer,
@@ -64,19 +64,16 @@ _FAULTS: Final = {DisagreementError: NoteKind.MIXED, CorruptFileError: NoteKind.
 _PIECES: Final = ("how FSDP1 with use_orig_params pads what it cuts for other ranks",)
 
 
-def read(
-    directory: Path, wrapped: Sequence[str] = (), joined: Sequence[Names] | None = None
-) -> Reading:
+def read(directory: Path, wrapped: Sequence[str] = ()) -> Reading:
     """Open what all ranks have saved.
 
     `wrapped`: patterns of the modules that FSDP1 wrapped, where they are known.
-    `joined`: what it has joined, where that is known.
     """
     with malformed(directory):
         files = rank_names.files_of(directory)
         for path in (path for kind in KINDS for path in files[kind]):
             require_regular(path, directory)
-        return _Ranks(directory, files, wrapped, joined).reading()
+        return _Ranks(directory, files, wrapped).reading()
 
 
 def replicas(directory: Path, wrapped: Sequence[str]) -> Iterator[Reading]:
@@ -98,7 +95,6 @@ class _Ranks:
     directory: Path
     files: Mapping[str, Sequence[Path]]
     wrapped: Sequence[str] = ()
-    joined: Sequence[Names] | None = None
     replica: int = 0
     """Which replica's parts are taken of what is cut among ranks."""
     has_replica: bool = False
@@ -201,7 +197,7 @@ class _Ranks:
             return NO_OPTIMIZER
         try:
             rank_names.require_ranks(self.directory, OPTIMIZER, paths, len(self.files[MODEL]))
-            return read_optimizer(paths, self.sources, weights, self.wrapped, self.joined)
+            return read_optimizer(paths, self.sources, weights, self.wrapped)
         except SourceError as error:
             release_frames(error)
             kind = _FAULTS.get(type(error))

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,12 +22,7 @@ from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.redundant_copies import alike
 from streamshard.formats.deepspeed.read.state_of_ranks import read_scalar
 from streamshard.formats.deepspeed.states import Elementwise, Plain, State
-from streamshard.formats.fsdp_ranks.flat_parameters import (
-    Names,
-    evened_roots,
-    joined_parameters,
-    lengths_of,
-)
+from streamshard.formats.fsdp_ranks.flat_parameters import evened_roots, joined_parameters
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape, paths_to_tensors
 from streamshard.formats.fsdp_ranks.sharded_tensors import (
     REPLICATE,
@@ -105,13 +99,11 @@ def read_optimizer(
     sources: SourceFiles,
     weights: Mapping[str, Sequence[RankPart]],
     wrapped: Sequence[str],
-    joined: Sequence[Names] | None = None,
 ) -> RanksOptimizer:
     """Open the optimizers of all ranks, in order of rank.
 
     `weights`: the ranks' parts of each weight that is no other's second name, in the model's order.
     `wrapped`: patterns of the modules that FSDP1 wrapped, where they are known.
-    `joined`: what FSDP1 has joined, where that is known.
     """
     roots = [sources.read(path, sources.add(path)).root for path in paths]
     templates, is_in_pieces = _templates(paths, roots), False
@@ -124,7 +116,7 @@ def read_optimizer(
         return NO_OPTIMIZER
     with of_file(paths[0].parent):
         reading = _Reading(
-            roots[0], templates, sources, weights, wrapped, joined, is_in_pieces=is_in_pieces
+            roots[0], templates, sources, weights, wrapped, is_in_pieces=is_in_pieces
         )
         return reading.optimizer()
 
@@ -153,13 +145,12 @@ class _Reading:
         sources: SourceFiles,
         weights: Mapping[str, Sequence[RankPart]],
         wrapped: Sequence[str],
-        joined: Sequence[Names] | None,
         *,
         is_in_pieces: bool,
     ) -> None:
         self._is_in_pieces = is_in_pieces
         self._root, self._templates = root, templates
-        self._sources, self._wrapped, self._known = sources, wrapped, joined
+        self._sources, self._wrapped = sources, wrapped
         self._parts = weights
         self._weights = {name: parts[0] for name, parts in weights.items()}
         self._tied: Mapping[str, str] = {}
@@ -218,18 +209,12 @@ class _Reading:
         ranks = max(self._shards()) + 1
         search = partial(joined_parameters, lengths=lengths, ranks=ranks, wrapped=self._wrapped)
         try:
-            joined = search(numels) if self._known is None else self._known
+            joined = search(numels)
         except (UnsupportedError, UsageError):
             self._tied = dict(self._twins())
             if not self._tied:
                 raise
             joined = search({n: numel for n, numel in numels.items() if n not in self._tied})
-        once = {*chain(*joined)}
-        if not once <= numels.keys() or lengths_of(joined, numels, ranks) != lengths:
-            message = "has flat parameters whose lengths are not those of the parameters joined"
-            raise UnsupportedError(f"{message} to them")
-        if self._known is not None and once < numels.keys():
-            self._tied = {name: first for name, first in self._twins() if name not in once}
         return dict(zip(keys, joined, strict=True))
 
     def _numels(self) -> dict[str, int]:

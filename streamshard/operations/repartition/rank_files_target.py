@@ -59,7 +59,7 @@ class RankFilesWriter(TargetWriter):
         return [lambda: chain(map(layout_of, self.images.images()), self.sidecars)]
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
-        written = Request(place, details=self.source.details)
+        written = Request(place, facts=self.source.facts)
         found: list[str] = load(READ_BACK)(written, self.source, memory, progress)
         return found
 
