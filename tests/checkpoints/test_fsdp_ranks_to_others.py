@@ -13,10 +13,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import streamshard
 from streamshard.errors import DisagreementError, UnsupportedError, UsageError
-from streamshard.testing.reader import ReaderTests, SavedCheckpoint
+from streamshard.testing.reader import SavedCheckpoint
 from tests.checkpoints.test_dcp_repartition import BESIDE, require_moved, saved
 from tests.checkpoints.test_fsdp_ranks import in_rank
-from tests.checkpoints.test_laws_of_readers import PLAIN, made_of, of_distributed
+from tests.checkpoints.test_laws_of_readers import PLAIN, ReadingTests, made_of, of_distributed
 from tests.fabricated import write
 from tests.fabricated_dcp import Saved
 from tests.job import Job
@@ -141,7 +141,7 @@ def plain_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved]:
     return place, made
 
 
-class TestFsdpRanks(ReaderTests):
+class TestFsdpRanks(ReadingTests):
     kind = "fsdp-ranks"
     has_sums = True
 

@@ -140,7 +140,7 @@ KINDS: dict[str, tuple[Callable[[Job, Path], Path], Job, Stages]] = {
 }
 
 
-@sampled(4)
+@sampled(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_changed_values(tmp_path: Path, kind: str, one_in: int) -> None:
     """One file at a time; some changes must do no harm, and some must be noticed."""

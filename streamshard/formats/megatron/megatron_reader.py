@@ -102,7 +102,7 @@ def open_megatron(root: Path) -> Distributed:
         tensors = dict(index.tensors)
         for key, shape in index.flattened.items():
             if key in places:
-                tensors[key], places[key] = unflattened(key, tensors[key], places[key], shape)
+                tensors[key], places[key] = _unflattened(key, tensors[key], places[key], shape)
         index = replace(index, tensors=tensors)
         _require_shapes(keys, index)
     optimizer = _Common.read(root / COMMON) if keys.states else _Common([], {}, ())
@@ -260,7 +260,7 @@ def _groups(root: Path, keys: StateKeys, index: Index, optimizer: _Common) -> li
     return [SavedGroup(params, optimizer.options, states)]
 
 
-def unflattened(
+def _unflattened(
     name: str, saved: SavedTensor, places: TensorPlaces, shape: Shape
 ) -> tuple[SavedTensor, TensorPlaces]:
     """Return a tensor in its own shape, cut into the boxes that make up the ranges.
