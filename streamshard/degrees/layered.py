@@ -24,8 +24,7 @@ from streamshard.io.readable import Readable
 from streamshard.layout.cutting import Cutting
 from streamshard.model import ITEMSIZE, MODULE, LogicalTensor, SourceFile
 from streamshard.source.source import Source
-from streamshard.source.source_access import SourceAccess
-from streamshard.source.tensor_bytes import TensorBytes
+from streamshard.source.source_access import SourceAccess, TensorBytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,7 @@ from streamshard.formats.torch.torch_tensor import storages_in
 from streamshard.model import FILE
 from streamshard.sizes import some_of
 from streamshard.source.source import Source
-from streamshard.source.source_access import SourceAccess
-from streamshard.source.tensor_bytes import TensorBytes
+from streamshard.source.source_access import SourceAccess, TensorBytes
 
 _STEP: Final = "last_epoch"
 _POSITION: Final = frozenset(

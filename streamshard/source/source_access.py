@@ -3,6 +3,7 @@
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, Final
 
@@ -66,6 +67,26 @@ class SourceAccess:
         if not self.is_open:
             message = "has been closed; read inside the 'with' block"
             raise UsageError(message, path=self._source.path)
+
+
+class TensorBytes:
+    """The bytes of a tensor as a file of its own, wherever a source keeps it."""
+
+    takes_requests = False
+
+    def __init__(self, source: Source, access: SourceAccess, tensor: int) -> None:
+        self._access, self._tensor = access, tensor
+        self.nbytes = source.checkpoint.tensors[tensor].nbytes
+        """Size in bytes."""
+
+    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Do nothing: what is read may be a part of a larger piece."""
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Read bytes from an offset; fewer than `count` only at the end of the file."""
+        data = np.empty(max(0, min(count, self.nbytes - offset)), dtype=np.uint8)
+        self._access.fill(data, self._tensor, offset, None)
+        return data.tobytes()
 
 
 def head_of(source: Source, name: str, most: int) -> bytes | None:
