@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -17,7 +15,6 @@ from torch.nn import functional
 
 import streamshard
 from streamshard.errors import IntegrityError, SourceError, UnsupportedError, UsageError
-from streamshard.formats.fsdp_ranks.flat_parameters import group_of, joined_parameters
 from streamshard.operations.repartition.rank_files_target import RankFilesWriter
 from tests.checkpoints.test_fsdp_ranks import in_rank
 from tests.dtensor_parts import rank_differences
@@ -336,38 +333,3 @@ def test_modules_that_were_not_wrapped_are_refused(
         UsageError, match=r"not those of flat parameters; leave source\.wrapped given"
     ):
         streamshard.inspect(place, facts=modules([wrapped]))
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["a", "b", "l.0.a", "l.1.a", "l.0.b.c", "l.1.b.c", ""]),
-                  st.integers(1, 40)),
-        min_size=1, max_size=8,
-    ),
-    st.sets(st.sampled_from(["a", "b", "l.*", "l.*.a", "l.*.b", "l"])),
-    st.integers(1, 4),
-)  # fmt: skip
-def test_modules_come_in_the_order_of_the_model(
-    params: list[tuple[str, int]], wrapped: set[str], ranks: int
-) -> None:
-    order = ("", "a", "b", "l.0.a", "l.0.b.c", "l.1.a", "l.1.b.c")
-    params.sort(key=lambda one: order.index(one[0]))
-    numels = {f"{m}.p{n}".lstrip("."): numel for n, (m, numel) in enumerate(params)}
-    units: dict[str, list[str]] = {"": []}
-    known = set()
-    for name in numels:
-        steps = name.split(".")[:-1]
-        around = [".".join(steps[:n]) for n in range(len(steps) + 1)]
-        for module in around:
-            units.setdefault(module, [])
-        kind = [".".join("*" if s.isdigit() else s for s in m.split(".")) for m in around]
-        known |= {*kind}
-        own = wrapped or {"l.*"}
-        units[[m for m, k in zip(around, kind, strict=True) if not m or k in own][-1]] += [name]
-    wanted = tuple(tuple(names) for names in units.values() if names)
-    lengths = [group_of([numels[n] for n in names], ranks).partition_numel for names in wanted]
-    if wrapped <= known:
-        assert joined_parameters(numels, lengths, ranks, sorted(wrapped)) == wanted
-    else:
-        with pytest.raises(UsageError, match="no module around a parameter is named"):
-            joined_parameters(numels, lengths, ranks, sorted(wrapped))

@@ -33,7 +33,7 @@ def mesh_of(shape: tuple[int, ...]) -> Any:  # noqa: ANN401
     return init_device_mesh("cpu", shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :])
 
 
-def save(directory: Path, shape: tuple[int, ...], keyed: str) -> None:
+def save(root: Path, shape: tuple[int, ...], form: str) -> None:
     """Save what a rank holds after two steps of AdamW, which need no other rank here."""
     ranks, rank = distributed.get_world_size(), distributed.get_rank()
     model, mesh = Model(), mesh_of(shape)
@@ -52,22 +52,22 @@ def save(directory: Path, shape: tuple[int, ...], keyed: str) -> None:
             param.grad = distribute_tensor(grad, mesh, param.placements, src_data_rank=None)
         optimizer.step()
         scheduler.step()
-    states = optimizer.state_dict()
-    if keyed != "numbers":
-        options = StateDictOptions(flatten_optimizer_state_dict=keyed == "flat")
-        states = get_optimizer_state_dict(model, optimizer, options=options)
     torch.manual_seed(rank)
     extra = {"lr_scheduler": scheduler.state_dict(), "rng": {"cpu": torch.get_rng_state()}}
-    for kind, held in (("model", model.state_dict()), ("optim", states), ("extra_state", extra)):
-        torch.save(held, directory / f"{kind}_world_size_{ranks}_rank_{rank}.pt")
+    for name in ("HSDP",) if form == "HSDP" else KEYED.keys() - {"HSDP"}:
+        states = optimizer.state_dict()
+        if KEYED[name] != "numbers":
+            options = StateDictOptions(flatten_optimizer_state_dict=KEYED[name] == "flat")
+            states = get_optimizer_state_dict(model, optimizer, options=options)
+        kinds = {"model": model.state_dict(), "optim": states, "extra_state": extra}
+        for kind, held in kinds.items():
+            saved(root / f"{name} {ranks}", held, rank, ranks, kind)
 
 
 def _save_all(root: Path, ranks: int) -> None:
     for (form, count), shape in MESHES.items():
         if count == ranks:
-            for name, keyed in KEYED.items():
-                if name == form or (form == "FSDP2" and name != "HSDP"):
-                    save(root / f"{name} {ranks}", shape, keyed)
+            save(root, shape, form)
 
 
 @pytest.fixture(scope="module")

@@ -26,12 +26,11 @@ _ALIGNED = Job(world_size=4, groups=(_MORE_THAN_RANKS,), tied={}, round_robin=Tr
 ALL_JOBS = {
     **{f"stage-{stage}": Job(stage=stage, world_size=3, client_state=client_state(),
                              sub_group_size=20) for stage in (1, 2, 3)},
-    **{f"aligned, {dtype}": replace(_ALIGNED, dtype=dtype)
-       for dtype in (torch.float16, torch.float32)},
+    "aligned": replace(_ALIGNED, dtype=torch.float16),
     **{f"paused-{stage}": Job(stage=stage, paused=("block.0.mlp", "embed.bias"))
        for stage in (2, 3)},
     **{name: JOBS[name] for name in ("tensor-3", "tensor-round-robin", "expert-1",
-                                     "expert-3-ranks", "expert-data-first", "expert-tensor")},
+                                     "expert-data-first", "expert-tensor")},
     "muon-aligned": replace(MUON, round_robin=True, alignment=True),
     "muon of 32 bits": replace(MUON, dtype=torch.float32, alignment=True),
     "muon-tensor": replace(MUON, parts=2),
@@ -56,7 +55,7 @@ def test_both_roads_lead_to_the_files_of_the_other_world(tmp_path: Path, job: Jo
         assert script.read_bytes() == (run / "zero_to_fp32.py").read_bytes()
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(SIZES, st.data())
 def test_any_job(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[list[int]], data: st.DataObject

@@ -7,7 +7,7 @@ from pathlib import Path
 import numcodecs.blosc
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from isal import isal_zlib
 
@@ -68,6 +68,7 @@ def decode(made: EncodedChunk, data: bytes, part: tuple[int, int] | None) -> tup
 
 
 @pytest.mark.parametrize("is_noise", [False, True])
+@settings(max_examples=30)
 @given(st.sampled_from(NUMELS), st.data())
 def test_any_part(is_noise: bool, numel: int, data: st.DataObject) -> None:
     content = floats(numel, is_noise=is_noise)

@@ -153,9 +153,9 @@ REFUSED: dict[str, Callable[[], bytes]] = {
     "a huge decimal": lambda: b"L" + b"7" * 8 * MIB + b"L\n.",
     "a huge decimal of protocol 0": lambda: b"I" + b"7" * 8 * MIB + b"\n.",
     "a name of a mebibyte": lambda: named_again(100_000),
-    "dicts, and no end": lambda: b"}" * 2 * MIB,
-    "marks, and no end": lambda: b"(" * 2 * MIB,
-    "sets, and no end": lambda: b"\x8f" * (MIB // 2),
+    "dicts, and no end": lambda: b"}" * MIB,
+    "marks, and no end": lambda: b"(" * MIB,
+    "sets, and no end": lambda: b"\x8f" * (MIB // 4),
 }
 
 

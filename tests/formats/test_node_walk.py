@@ -150,7 +150,7 @@ def test_tensors_that_differ_by_what_is_said_of_them(
 
 def test_parts_that_meet_in_every_pair_are_given_up() -> None:
     """What is known of each pair would take memory out of proportion."""
-    parts = [[*range(200), number] for number in range(200)]
+    parts = [[*range(200), number] for number in range(100)]
     rows = [part for part in parts for _ in parts]
     columns = [part for _ in parts for part in parts]
     (*_, last) = compare_nodes(rows, columns, "top")

@@ -63,6 +63,9 @@ def joined_parameters(
     >>> numels = {"embed": 6, "layers.0.up": 8, "layers.0.bias": 2, "layers.1.up": 7, "norm": 2}
     >>> joined_parameters(numels, [4, 5, 4], 2)
     (('embed', 'norm'), ('layers.0.up', 'layers.0.bias'), ('layers.1.up',))
+    >>> numels = {"layers.0.up": 8, "layers.0.mlp.down": 4, "layers.0.bias": 2, "norm": 2}
+    >>> joined_parameters(numels, [1, 5, 2], 2, ["layers.*", "layers.*.mlp"])
+    (('norm',), ('layers.0.up', 'layers.0.bias'), ('layers.0.mlp.down',))
     """
     if wrapped:
         _require_modules(numels, wrapped)
