@@ -29,16 +29,11 @@ class Moment:
     """The state of a run's progress."""
 
     phase: str
-    """The current phase: `reading headers`, `writing`, `syncing`, `verifying` and `comparing` with
-    `--verify`, `committing`; `comparing` first with `--if-needed`; `reading` for verbs that do not
-    write. `compact` puts the tag before the phase: `global_step80: writing`.
-    """
+    """What the run does; `compact` puts the tag before it: `global_step80: writing`."""
     done_bytes: int
     """Bytes processed so far, including those that an earlier run wrote."""
     total_bytes: int | None
-    """Bytes to process in this phase: first the bytes to write, before compression; with `--verify`
-    then the bytes of files whose checksums are verified, and those compared with the source.
-    `verify` and `compact` have several sections, each with its own total. None until known."""
+    """Bytes to process in this phase, before compression; None until known."""
     bytes_per_second: int | None
     """Rate of the last seconds, without bytes of an earlier run; None before any progress."""
     eta_seconds: float | None
@@ -142,11 +137,6 @@ class Display:
             if phase != self._phase:
                 self._phase = phase
                 self._show(is_due=True)
-
-    def stop(self) -> None:
-        """End the section that `start` began."""
-        with self._lock:
-            self._show()
 
     def _show(self, *, is_due: bool = False) -> None:
         now = self._clock()

@@ -11,7 +11,7 @@ from streamshard.checks.problems import UNHEALTHY, Findings
 from streamshard.checks.scan import scan
 from streamshard.compare.tensor_content import TensorUnits, recorded
 from streamshard.engine.run.memory_limits import Limits
-from streamshard.engine.run.phases import Count, Progress, shown
+from streamshard.engine.run.phases import Count, Progress
 from streamshard.errors import SourceError, StreamshardError, release_frames
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import show
@@ -68,8 +68,8 @@ class Assessor:
             return findings
         checked = check_structure(replace(request, opened=source), findings)
         if not findings.problems:
-            with shown(self.progress, checked.nbytes):
-                checked.read(self.limits.fit(checked.codec_bytes, checked.files), self.read)
+            self.progress.start(checked.nbytes)
+            checked.read(self.limits.fit(checked.codec_bytes, checked.files), self.read)
         return findings
 
     def _measured(self, source: Source) -> Findings:
@@ -77,9 +77,9 @@ class Assessor:
         findings = Findings()
         units = TensorUnits(source, findings)
         wanted = takewhile(lambda _: not findings.problems, units)
-        with shown(self.progress, units.nbytes):
-            plan = self.limits.fit(source.codec_bytes, source.files)
-            scan(wanted, source.files, plan, self.read)
+        self.progress.start(units.nbytes)
+        plan = self.limits.fit(source.codec_bytes, source.files)
+        scan(wanted, source.files, plan, self.read)
         return findings
 
 

@@ -315,11 +315,7 @@ def compare(
     findings = Findings()
     read = Count(progress.advance, per=1 if phase == READING else 2)
     progress.start(runs.nbytes * (2 if phase == READING else 1), phase)
-    try:
-        differences = _differences(runs, plan, findings, read.add, exactly=exactly)
-    finally:
-        if phase == READING:
-            progress.stop()
+    differences = _differences(runs, plan, findings, read.add, exactly=exactly)
     findings.tensors += len(pairs)
     return Compared(differences, findings, plan, runs.nbytes, read.value)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from streamshard.checks.packed_check import check_packed
 from streamshard.checks.problems import Findings
-from streamshard.engine.run.phases import COMPARING, Progress, Silent, shown
+from streamshard.engine.run.phases import COMPARING, Progress, Silent
 from streamshard.engine.scan.target_comparison import first_difference
 from streamshard.errors import (
     IntegrityError,
@@ -42,9 +42,9 @@ def found(plan: TransferPlan, progress: Progress | None = None) -> Report | None
     if not state.is_settled:
         told = progress or Silent()
         try:
-            with shown(told, plan.report.bytes_written, COMPARING):
-                whole = plan.options.verify or any(map(plan.options.is_given, ("facts", "like")))
-                difference = _difference(plan, told) if whole else _other_record(plan, told)
+            told.start(plan.report.bytes_written, COMPARING)
+            whole = plan.options.verify or any(map(plan.options.is_given, ("facts", "like")))
+            difference = _difference(plan, told) if whole else _other_record(plan, told)
         except (IntegrityError, SourceError, TargetError) as error:
             is_ours = plan.output.packs or not isinstance(error, TargetError)
             if not is_ours or _is_elsewhere(plan, error):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamshard.engine.run import memory_limits, resident_memory
-from streamshard.engine.run.phases import COMMITTING, WRITING, Progress, Silent, shown
+from streamshard.engine.run.phases import COMMITTING, WRITING, Progress, Silent
 from streamshard.engine.run.runner import Engine
 from streamshard.engine.run.span_writer import Resources
 from streamshard.errors import IntegrityError, SourceError, UsageError
@@ -82,11 +82,11 @@ class TransferPlan:
             template=self.output.template,
         ) as transaction:
             divider, began = Divider(self.source), time.monotonic()
-            with shown(told, self.report.bytes_written, WRITING):
-                if transaction.is_written:
-                    told.keep(transaction.kept_bytes)
-                    told.advance(transaction.kept_bytes)
-                unchecked = self._write(divider, transaction, told)
+            told.start(self.report.bytes_written, WRITING)
+            if transaction.is_written:
+                told.keep(transaction.kept_bytes)
+                told.advance(transaction.kept_bytes)
+            unchecked = self._write(divider, transaction, told)
             done = replace(
                 self.report,
                 kept_bytes=transaction.kept_bytes,

@@ -37,6 +37,14 @@ def laughs(times: int = 40) -> list[Any]:
     return node
 
 
+def levels(count: int) -> list[Any]:
+    """Make lists in each other."""
+    node: list[Any] = []
+    for _ in range(count):
+        node = [node]
+    return node
+
+
 def in_itself() -> list[Any]:
     node: list[Any] = []
     node.append(node)

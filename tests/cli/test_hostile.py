@@ -20,6 +20,7 @@ from tests.cli.hostile import (
     Payload,
     in_itself,
     laughs,
+    levels,
     optimizer_files,
     with_pickle,
 )
@@ -174,6 +175,23 @@ def test_bombs_do_not_go_off(bomb: Bomb, run: Path) -> None:
     for path in optimizer_files(run) if bomb.file == OPTIMIZER else [run / bomb.file]:
         edit(path, bomb.do)
     require_refused(run, bomb.says)
+
+
+NESTED = {
+    "itself": (in_itself(), "holds containers"),
+    "laughs": (laughs(), "holds containers"),
+    "a long number": (10**5000, "an integer of 16,610 bits"),
+    "levels": (levels(300), "holds containers"),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_what_all_ranks_carry_is_compared_once(name: str, run: Path, tmp_path: Path) -> None:
+    nested, says = NESTED[name]
+    for path in optimizer_files(run):
+        edit(path, lambda c: state_of(c).update(extra=nested))
+    done = streamshard("repartition", run, tmp_path / "out", "--world-size", 3)
+    assert (done.code, says in done.err, len(done.err) < 700) == (3, True, True)
 
 
 def test_a_value_that_is_too_large_is_not_taken_along(run: Path, tmp_path: Path) -> None:

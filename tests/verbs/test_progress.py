@@ -38,7 +38,6 @@ def test_a_log_file_gets_a_line_at_the_start_and_for_every_tenth() -> None:
         progress.enter(watch.SYNCING)
         clock.now += 59
         progress.enter(watch.COMMITTING)
-        progress.stop()
     assert stream.getvalue().splitlines() == [
         "streamshard: writing 2%, 2.0 KiB of 100.0 KiB, 1.0 KiB/s, 1 min 38 s left",
         *(
@@ -70,7 +69,6 @@ def test_a_run_does_not_fail_because_nobody_reads_on(monkeypatch: pytest.MonkeyP
     with display(is_quiet=False, stream=Gone()) as progress:
         progress.start(10, watch.WRITING)
         progress.advance(10)
-        progress.stop()
 
 
 def test_a_terminal_that_cannot_erase_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:

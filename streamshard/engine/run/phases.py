@@ -1,8 +1,7 @@
 """The names of a run's phases, and what observes and counts its progress."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Final, Protocol
 
 READING_HEADERS: Final = "reading headers"
@@ -39,22 +38,9 @@ class Progress(Protocol):
         """Begin a phase."""
         return
 
-    def stop(self) -> None:
-        """Stop, after success or failure."""
-        return
-
 
 class Silent(Progress):
     """Progress that is not shown."""
-
-
-@contextmanager
-def shown(progress: Progress, total_bytes: int, phase: str = READING) -> Iterator[None]:
-    progress.start(total_bytes, phase)
-    try:
-        yield
-    finally:
-        progress.stop()
 
 
 class Count:

@@ -5,7 +5,7 @@ whose first dimension counts them (`deepspeed/module_inject/auto_ep_layer.py`, 0
 part of each expert is a tensor of its own, whichever rank holds it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -181,3 +181,22 @@ def with_layers(model: Mapping[str, Node], change: Callable[[Layer], Layer]) -> 
         if own is not info[names.AUTO_EXPERTS]:
             both[names.UNIVERSAL_INFO] = {**info, names.AUTO_EXPERTS: own}
     return {key: both.get(key, node) for key, node in model.items()}
+
+
+def second_names(model: Mapping[str, Node], module: Collection[str]) -> dict[str, str]:
+    """Return the second names of routers' weights → their first names.
+
+    A layer has its router under the name that Hugging Face's model gives it, too. DeepSpeed lists
+    that nowhere, as the module is the same.
+    """
+    layers = model.get(names.AUTO_EXPERTS) or []
+    paths = {layer.get("module_path") for layer in layers if isinstance(layer, dict)}
+    second: dict[str, str] = {}
+    for name in module:
+        parts = name.split(".")
+        for length in range(1, len(parts) - 1):
+            path, own = ".".join(parts[:length]), parts[length]
+            first = ".".join([path, "router", *parts[length + 1 :]])
+            if path in paths and own != "router" and first in module:
+                second[name] = first
+    return second

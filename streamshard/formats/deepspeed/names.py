@@ -1,13 +1,13 @@
 """File names and dictionary keys of DeepSpeed (`deepspeed/checkpoint/constants.py`)."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
-from streamshard.formats.pickle.inert import Global, Node
+from streamshard.formats.pickle.inert import Global
 from streamshard.io.entries import exists, is_file, read_all
 from streamshard.io.object_path import as_path
 
@@ -115,8 +115,6 @@ WHOLE_OPTIMIZER: Final = "optimizer"
 """Entry of a model file for an optimizer that is not partitioned."""
 RANDOM_LTD: Final = "random_ltd"
 """Entry of a model file for the state of random layer token dropping, if that is on."""
-SWAP_DIR: Final = "offloaded_tensors"
-"""Directory next to the shards that holds the states swapped out to NVMe."""
 
 CUT_IN_OPTIMIZER: Final = frozenset(
     {
@@ -396,22 +394,3 @@ def is_source_template(path: str) -> bool:
     """Tell whether a path stands for the files of all ranks: a template or a file name pattern."""
     whole = as_path(path)
     return is_template(path) or (bool({*"*?["} & {*whole.name}) and not exists(whole))
-
-
-def second_names(model: Mapping[str, Node], module: Collection[str]) -> dict[str, str]:
-    """Return the second names of routers' weights → their first names; empty without AutoEP.
-
-    A layer has its router under the name that Hugging Face's model gives it, too. DeepSpeed lists
-    that nowhere, as the module is the same.
-    """
-    layers = model.get(AUTO_EXPERTS) or []
-    paths = {layer.get("module_path") for layer in layers if isinstance(layer, dict)}
-    found: dict[str, str] = {}
-    for name in module if paths else ():
-        parts = name.split(".")
-        for length in range(1, len(parts) - 1):
-            path, own = ".".join(parts[:length]), parts[length]
-            first = ".".join([path, "router", *parts[length + 1 :]])
-            if path in paths and own != "router" and first in module:
-                found[name] = first
-    return found

@@ -88,7 +88,7 @@ def refuse_files(tag_dir: Path, others: Iterable[Path]) -> None:
             hint = _ONE_PART if count == 1 else _PARTS
             raise UnsupportedError(f"written by {_WRITER} {hint}", path=path)
         # `DeepSpeedEngine.save_checkpoint` copies the folder; through 0.16 its name has no rank.
-        if path.relative_to(tag_dir).parts[0] == names.SWAP_DIR:
+        if path.relative_to(tag_dir).parts[0] == _SWAP_DIR:
             raise SWAPPED.error("states are in this file", path)
 
 
@@ -100,6 +100,7 @@ ELASTIC: Final = Feature(
 # `OptimizerStateSwapInfo.release_memory` of `runtime/swap_tensor/optimizer_utils.py` leaves an
 # empty tensor for a sub-group that was swapped out. Other sub-groups are never empty.
 SWAPPED: Final = Feature("an optimizer that is swapped out to NVMe", _WEIGHTS)
+_SWAP_DIR: Final = "offloaded_tensors"
 
 
 # `CheckpointWriterFactory.create_writer`: below stage 3, independent of the rest of the config.

@@ -11,7 +11,6 @@ from streamshard.checks.scan import scan
 from streamshard.compare.comparison import compare
 from streamshard.compare.matching import pair_up
 from streamshard.engine.run import resident_memory
-from streamshard.engine.run.phases import shown
 from streamshard.errors import (
     CorruptFileError,
     IntegrityError,
@@ -149,9 +148,9 @@ def read_archive(store: Path, proofs: ProofContext, findings: Findings) -> dict[
     def note(file: int, sha256: str) -> None:
         whole[found.files[file].path] = sha256
 
-    with shown(proofs.progress, found.nbytes):
-        plan = proofs.limits.fit(found.codec_bytes + COMPARING_BYTES, found.files)
-        scan(found.units(), found.files, plan, proofs.progress.advance, note)
+    proofs.progress.start(found.nbytes)
+    plan = proofs.limits.fit(found.codec_bytes + COMPARING_BYTES, found.files)
+    scan(found.units(), found.files, plan, proofs.progress.advance, note)
     return whole
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from streamshard.engine.run import memory_limits
 from streamshard.engine.run.memory_limits import Limits
-from streamshard.engine.run.phases import READING, Progress, shown
+from streamshard.engine.run.phases import READING, Progress
 from streamshard.errors import CorruptFileError
 from streamshard.io.entries import (
     ahead_of,
@@ -44,8 +44,7 @@ class TagProgress:
     def __init__(self, inner: Progress, bytes_per_second: int | None) -> None:
         self._inner = inner
         self.tag = ""
-        self.keep, self.stop = inner.keep, inner.stop
-        self.advance = inner.advance
+        self.keep, self.advance = inner.keep, inner.advance
         if bytes_per_second is not None:
             self.advance = Throttle(inner.advance, bytes_per_second).advance
 
@@ -79,8 +78,8 @@ class ProofContext:
             if below is not None:
                 list_ahead(below)
             files = [identify(path) for path in paths]
-        with shown(self.progress, sum(file.nbytes for file in files)):
-            return _sha256_of(files, self.progress.advance, workers=self._workers(files))
+        self.progress.start(sum(file.nbytes for file in files))
+        return _sha256_of(files, self.progress.advance, workers=self._workers(files))
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,14 +90,11 @@ def diff(options: _Diff) -> DiffReport:
     plan = fit_sides(limits, one, other, copies_bytes=_TENSOR_BYTES * len(pairing.pairs))
     progress = options.progress or Silent()
     read = Count(progress.advance)
-    try:
-        for put_together in joined:
-            if put_together.check is not None:
-                notes += put_together.check(plan, progress)
-        progress.start(2 * runs.nbytes)
-        totals = measured(runs, plan, read.add)
-    finally:
-        progress.stop()
+    for put_together in joined:
+        if put_together.check is not None:
+            notes += put_together.check(plan, progress)
+    progress.start(2 * runs.nbytes)
+    totals = measured(runs, plan, read.add)
     tensors, states = _summed(pairing.pairs, totals)
     return DiffReport(
         left=str(left),

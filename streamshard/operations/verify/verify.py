@@ -10,7 +10,7 @@ from streamshard.compare.matching import pair_up
 from streamshard.compare.tensor_content import TensorUnits
 from streamshard.engine.run import memory_limits, resident_memory
 from streamshard.engine.run.memory_limits import Limits
-from streamshard.engine.run.phases import Count, Progress, Silent, shown
+from streamshard.engine.run.phases import Count, Progress, Silent
 from streamshard.errors import (
     IntegrityError,
     Option,
@@ -111,10 +111,10 @@ class _Run:
             source = request.open()
         units = TensorUnits(source, self.findings) if health and source is not None else None
         total, read = checked.nbytes + (units.nbytes if units else 0), Count(self._progress.advance)
-        with shown(self._progress, total):
-            checked.read(plan, read.add)
-            if source is not None and units is not None:
-                scan(units, source.files, plan, read.add)
+        self._progress.start(total)
+        checked.read(plan, read.add)
+        if source is not None and units is not None:
+            scan(units, source.files, plan, read.add)
         self.bytes_read = read.value
         if source is not None:
             for other in checked.copies():

@@ -49,8 +49,11 @@ class ModuleReader:
         self.tied: Mapping[str, str] = self._as_in_module(
             self._first.get(names.SHARED_PARAMS) or tied
         )
+        self._second_names: Mapping[str, str] = {}
+        if names.AUTO_EXPERTS in self._first:
+            from streamshard.formats.deepspeed.auto_experts import second_names
 
-        self._second_names = names.second_names(self._first, self._module)
+            self._second_names = second_names(self._first, self._module)
         self._placeholders: dict[int, str] | None = None
         """Storage of each listed placeholder → its name; empty unless all have their own."""
 

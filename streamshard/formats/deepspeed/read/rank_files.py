@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
 from streamshard.errors import CorruptFileError, IncompleteError, raise_first
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.unsupported import refuse_files
-from streamshard.formats.pickle.inert import Node, show_few
+from streamshard.formats.pickle.inert import Call, Global, Node, show_few
 from streamshard.formats.pickle.node_checks import of_file, require_unrolled
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_file import TorchFile
@@ -24,6 +25,10 @@ _MOST_MISSING: Final = 1000
 """Most missing ranks that are listed one by one; more than that are listed as ranges."""
 _TOGETHER: Final = 16
 """Files whose storages of one element are read side by side."""
+_PLAIN: Final = {int, float, str, bytes, bool, Global}
+_MOST_LEVELS: Final = 16
+"""Levels of a file that are compared with those of the first rank's."""
+_FIELDS: Final = attrgetter(*(field.name for field in fields(Call)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,17 +192,13 @@ def find(tag_dir: Path) -> tuple[TagFiles, list[ModelPartFiles]]:
     raise_first(found.mixed())
     refuse_files(tag_dir, found.others)
     if not found.prefixes:
-        models = [
-            path for model_part in found.model_parts.values() for path in model_part.model.values()
-        ]
+        models = [path for part in found.model_parts.values() for path in part.model.values()]
         # Not at the top: most checkpoints have optimizer files.
         from streamshard.formats.detect import is_stage_0, without_shards
 
         if not models or not is_stage_0(models[0]):
             raise without_shards(tag_dir, models, found.parts)
-    ranks = (
-        max(max(model_part.optimizer, default=-1) for model_part in found.model_parts.values()) + 1
-    )
+    ranks = 1 + max(max(part.optimizer, default=-1) for part in found.model_parts.values())
     model_parts = []
     for mp_rank in range(max(found.model_parts) + 1):
         raise_first(found.incomplete(mp_rank, ranks, f" of at least {ranks}"))
@@ -245,19 +246,16 @@ class SourceFiles:
             self._notes[Note(f"{self.files[number].path}: {torch_file.LACKS_CHECKSUMS}")] = None
         self.files[number] = replace(self.files[number], recorded=recorded)
 
-    def path_of(self, storage: Storage) -> Path:
-        return self.files[storage.file].path
-
     def read_bytes(self, storage: Storage, offset: int, nbytes: int) -> bytes:
         known = storage.data
         if known is not None and storage.offset == offset and len(known) == nbytes:
             storage.require_intact(known)
             return known
-        with open_readable(self.path_of(storage)) as file:
+        path = self.files[storage.file].path
+        with open_readable(path) as file:
             data = file.read_at(offset, nbytes)
         if len(data) != nbytes:
-            message = f"ends before byte {offset + nbytes}"
-            raise CorruptFileError(message, path=self.path_of(storage))
+            raise CorruptFileError(f"ends before byte {offset + nbytes}", path=path)
         if nbytes == storage.nbytes:
             storage.require_intact(data)
         return data
@@ -274,44 +272,62 @@ def read_optimizers(sources: SourceFiles, paths: Sequence[Path]) -> list[dict[st
         files = [sources.read(path, sources.add(path)) for path in some]
         _read_scalars(some, files)
         for file in files:
-            roots.append(_shared(file.root, roots[0]) if roots else file.root)
+            roots.append(_Sharing().of(file.root, roots[0]) if roots else file.root)
     return roots
 
 
-def _shared(node: Node, first: Node) -> Node:
-    """Return the first rank's object where another rank's is equal, so that memory holds it once.
+class _Sharing:
+    """Takes the first rank's object where another rank's is equal, so that memory holds it once.
 
-    Only plain values are compared, and types and signs too: 1 is not `True`, 0.0 is not -0.0.
+    Only plain values and what is built of them are compared, types and signs too: 1 is not `True`,
+    0.0 is not -0.0. Whatever a file nests, each object is compared once, and few levels deep.
     """
-    if type(node) is not type(first):
-        return node
-    if type(node) is dict and all(type(key) is str for key in node):
-        mixed = {key: _shared(value, first.get(key)) for key, value in node.items()}
-        is_same = list(mixed) == list(first) and all(mixed[key] is first[key] for key in mixed)
-        return first if is_same else mixed
-    if type(node) in (list, tuple):
-        both = zip(node, first, strict=False)
-        is_same = len(node) == len(first) and all(_shared(a, b) is b for a, b in both)
-    else:
-        is_plain = type(node) in (int, float, str, bytes, bool, type(None))
-        is_same = is_plain and node == first and repr(node) == repr(first)
-    return first if is_same else node
+
+    def __init__(self) -> None:
+        self._results: dict[int, Node] = {}
+        """Identity of an object → what takes its place."""
+
+    def of(self, node: Node, first: Node, level: int = 0) -> Node:
+        """Return the first rank's object, or this one if they differ."""
+        kind = type(node)
+        if kind is not type(first) or node is first:
+            return node
+        if kind in _PLAIN:
+            is_equal = str(node) == str(first) if kind is float else node == first
+            return first if is_equal else node
+        if id(node) not in self._results and level < _MOST_LEVELS:
+            self._results[id(node)] = node  # for an object that holds itself
+            self._results[id(node)] = first if self._is_equal(node, first, level + 1) else node
+        return self._results.get(id(node), node)
+
+    def _is_equal(self, node: Node, first: Node, level: int) -> bool:
+        """Compare the parts of an object. A dict that differs takes those that are equal."""
+        if isinstance(node, Call):
+            node, first = _FIELDS(node), _FIELDS(first)
+        if type(node) is dict and all(type(key) is str for key in node):
+            keys, of_first = list(node), list(first)
+            values = [self.of(value, first.get(key), level) for key, value in node.items()]
+            node.clear()
+            node.update(zip(of_first if keys == of_first else keys, values, strict=True))
+            return keys == of_first and all(node[key] is first[key] for key in keys)
+        if not isinstance(node, list | tuple) or len(node) != len(first):
+            return False
+        return all(self.of(a, b, level) is b for a, b in zip(node, first, strict=True))
 
 
 def _read_scalars(paths: Sequence[Path], files: Sequence[TorchFile]) -> None:
     """Read storages of one element, such as the optimizer's step, of some files side by side."""
-    both = zip(paths, files, strict=True)
-    scalars = {p: [s for s in file.storages.values() if s.numel == 1] for p, file in both}
     with ExitStack() as stack:
-        needed = [(path, wanted) for path, wanted in scalars.items() if wanted]
-        opened = [(stack.enter_context(open_readable(path)), wanted) for path, wanted in needed]
-        for file, wanted in opened:
-            for storage in wanted:
-                file.will_need(storage.offset, storage.nbytes)
-        for file, wanted in opened:
-            for storage in wanted:
-                # If the file has become shorter, an error is raised where the scalar is needed.
-                storage.data = file.read_at(storage.offset, storage.nbytes)
+        scalars = []
+        for path, file in zip(paths, files, strict=True):
+            if wanted := [storage for storage in file.storages.values() if storage.numel == 1]:
+                opened = stack.enter_context(open_readable(path))
+                scalars += [(opened, storage) for storage in wanted]
+        for opened, storage in scalars:
+            opened.will_need(storage.offset, storage.nbytes)
+        for opened, storage in scalars:
+            # If the file has become shorter, an error is raised where the scalar is needed.
+            storage.data = opened.read_at(storage.offset, storage.nbytes)
 
 
 def read_dict(path: Path, number: int = -1) -> TorchFile:

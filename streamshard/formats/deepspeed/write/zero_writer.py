@@ -42,8 +42,11 @@ class ModuleWriter:
         self._is_cloned = bool(self._model_part.model_state.get(names.EXPERT_COUNTS))
         self._shape: Callable[[tuple[int, ...]], Node] = tuple if self._is_cloned else make_size
         self._entries = {entry.name: entry for entry in self._model_part.module}
-        state = self._model_part.model_state
-        self._second_names = names.second_names(state, self._entries)
+        self._second_names: Mapping[str, str] = {}
+        if self._source.has_auto_experts:
+            from streamshard.formats.deepspeed.auto_experts import second_names
+
+            self._second_names = second_names(self._model_part.model_state, self._entries)
         self._shapes = target.checkpoint.master_shapes(target.model_part)
 
     def file(self, rank: int | None) -> dict[str, Node]:
