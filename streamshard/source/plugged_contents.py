@@ -12,7 +12,7 @@ from streamshard.errors import CorruptFileError, DisagreementError
 from streamshard.formats.dcp.dcp_reader import Distributed
 from streamshard.formats.dcp.item_reader import TensorPlaces, missing_file
 from streamshard.formats.dcp.metadata_reader import Index, SavedTensor
-from streamshard.formats.dcp.optimizer_state import STEP, SavedGroup, is_plain
+from streamshard.formats.dcp.optimizer_state import STEP, SavedGroup, common_states, is_plain
 from streamshard.formats.dcp.state_names import StateKeys
 from streamshard.formats.deepspeed.states import Elementwise, Plain, State
 from streamshard.formats.pickle.inert import show
@@ -98,12 +98,10 @@ def _groups(group: ParamStates, keys: StateKeys, places: "_Places") -> Iterator[
             keys.states.setdefault(name, {})[state] = places.add_state(state, name, tensor)
             kinds[name][state] = Elementwise(tensor.dtype)
     begun = tuple(name for name, states in kinds.items() if states)
-    if differing := [name for name in begun if kinds[name] != kinds[begun[0]]]:
-        few = f"{show(begun[0])} and {show(differing[0])}"
-        raise DisagreementError(f"{few} are in one param group, and have other states")
     rest = tuple(name for name in group.params if name not in begun)
     if begun:
-        yield SavedGroup(begun, group.options, {**common, **kinds[begun[0]]})
+        states = common_states({name: kinds[name] for name in begun}) or {}
+        yield SavedGroup(begun, group.options, {**common, **states})
     if rest or not begun:
         yield SavedGroup(rest, group.options, None)
 

@@ -35,8 +35,7 @@ Stages = Sequence[int]
 def understood(source: Path, out: Path, stages: Stages) -> bool:
     """Tell whether a checkpoint is opened and all that can be done with it is planned."""
     try:
-        ranks = streamshard.inspect(source).world_size
-        plan_repartition(source, out, world_size=2 * ranks)
+        ranks = 2 * streamshard.inspect(source).world_size
         for stage in stages:
             plan_repartition(source, out, world_size=ranks, zero_stage=stage)
         plan_convert(source, out)

@@ -142,11 +142,3 @@ def test_replicas_lose_the_names_of_their_groups_alone(version: str) -> None:
 def test_what_is_not_known_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         changed({**BY_VERSION["2.13"], **change}, 3, 0)
-
-
-def test_shapes_of_meshes() -> None:
-    assert MeshShape((4,)).for_ranks(6).lengths == (6,)
-    assert MeshShape((2, 4)).for_ranks(12).lengths == (3, 4)
-    assert MeshShape((2, 4)).for_ranks(4).lengths == (4,)
-    assert MeshShape((2, 4)).for_ranks(2).lengths == (2,)
-    assert [MeshShape((3, 2)).coordinate(rank) for rank in (0, 3, 5)] == [(0, 0), (1, 1), (2, 1)]

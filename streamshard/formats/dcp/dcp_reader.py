@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Final
 
@@ -33,7 +34,7 @@ from streamshard.formats.pickle.inert import show, show_few
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.io.files import require_inside
 from streamshard.layout.boxes import NotTiledError, grid_of
-from streamshard.layout.cutting import Cutting, CuttingBuilder
+from streamshard.layout.cutting import CuttingBuilder
 from streamshard.model import (
     ITEMSIZE,
     MASTER,
@@ -117,14 +118,7 @@ def index_of(root: Path) -> Index:
     for part in parts:
         require_inside(part, root)
         require_inside(part / dcp_names.METADATA, root)
-    return _joined(parts)
-
-
-def _joined(parts: Sequence[Path]) -> Index:
-    index = read_index(parts[0])
-    for part in parts[1:]:
-        index = join(index, read_index(part))
-    return index
+    return reduce(join, map(read_index, parts))
 
 
 def open_distributed(root: Path, known: Set[str] = frozenset()) -> Distributed:
@@ -176,9 +170,11 @@ def as_it_is(found: Distributed) -> Reading:
         ],
         unrecorded=unrecorded(found, groups, entries),
     )
-    keys = [found.key_of(tensor) for tensor in tensors]
-    rows = [(key, found.tensor(key), found.places[key]) for key in keys]
-    return Reading(checkpoint, _cutting(root / found.boxes_in, rows), found.files)
+    builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
+    for number, key in enumerate(map(found.key_of, tensors)):
+        boxes = found.tensor(key), found.places[key]
+        place_boxes(builder, number, key, *boxes, root / found.boxes_in)
+    return Reading(checkpoint, builder.build(), found.files)
 
 
 def _group(found: Distributed, number: int, group: SavedGroup) -> ParamGroup:
@@ -238,13 +234,6 @@ def module_tensors(entries: Iterable[ModuleEntry]) -> list[LogicalTensor]:
         for entry in entries
         if entry.kind not in ("param", "alias", "extra")
     ]
-
-
-def _cutting(listed_in: Path, rows: Sequence[tuple[str, SavedTensor, TensorPlaces]]) -> Cutting:
-    builder = CuttingBuilder([ITEMSIZE[saved.dtype] for _, saved, _ in rows])
-    for number, (key, saved, places) in enumerate(rows):
-        place_boxes(builder, number, key, saved, places, listed_in)
-    return builder.build()
 
 
 def place_boxes(

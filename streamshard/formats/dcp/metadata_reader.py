@@ -34,8 +34,6 @@ _STRIDED: Final = "torch.strided"
 _LIMIT: Final = 1 << 62
 """Larger than any file; the sum of two such numbers still fits an int64."""
 _LIMIT_PATH: Final = 255
-_MOST_EMPTY: Final = 1 << 22
-"""More boxes without elements than any job lists. A pickle can share one list of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +159,6 @@ class _IndexReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._files: dict[str, int] = {}
-        self._empty = 0
         self._items: dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]] = {}
 
     def read(self, root: Node) -> Index:
@@ -235,10 +232,6 @@ class _IndexReader:
                 raise CorruptFileError(f"{message} {show(sizes)}")
             if 0 in sizes:  # ranks that got nothing of it list it all the same
                 self._items.pop((name, offsets), None)
-                self._empty += 1
-                if self._empty > _MOST_EMPTY:
-                    message = f"lists more than {_MOST_EMPTY:,} boxes without elements"
-                    raise UnsupportedError(message)
                 continue
             boxes.append((offsets, sizes))
             items.append(self._take(name, offsets))

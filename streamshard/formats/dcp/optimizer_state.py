@@ -161,19 +161,13 @@ class SavedOptimizer:
 
     def states_of(self, params: Sequence[str]) -> Mapping[str, State] | None:
         """Read the states that parameters share; None if none of them has any."""
-        first: Mapping[str, State] | None = None
-        for name in params:
-            keys = self._keys.states.get(name, {})
-            states = {state: self._state(name, key) for state, key in keys.items()}
-            first = states if first is None else first
-            for key in {**first, **states}:
-                pair = first.get(key), states.get(key)
-                if _bits(pair[0]) != _bits(pair[1]):
-                    shown = ["not at all" if state is None else str(state) for state in pair]
-                    message = f"'{params[0]}' has {key} {shown[0]}, '{name}' of"
-                    message = f"{message} the same param group {shown[1]}"
-                    raise DisagreementError(f"{message}: ZeRO keeps one for all")
-        return first or None
+        keys = {name: self._keys.states.get(name, {}) for name in params}
+        return common_states(
+            {
+                name: {s: self._state(name, key) for s, key in own.items()}
+                for name, own in keys.items()
+            }
+        )
 
     def _state(self, name: str, key: str) -> State:
         tensor = self._index.tensors.get(key)
@@ -207,6 +201,20 @@ class SavedOptimizer:
         if tensor_of(value) is not None or not is_plain(value):
             raise UnsupportedError(f"'{key}' is {show(value)}, which no ZeRO optimizer keeps")
         return value
+
+
+def common_states(states: Mapping[str, Mapping[str, State]]) -> Mapping[str, State] | None:
+    """Return the states that the parameters of a group share; None if they have none."""
+    first = next(iter(states), "")
+    for name, own in states.items():
+        for key in {**states[first], **own}:
+            pair = states[first].get(key), own.get(key)
+            if _bits(pair[0]) != _bits(pair[1]):
+                shown = ["not at all" if state is None else str(state) for state in pair]
+                message = f"'{first}' has {key} {shown[0]}, '{name}' of"
+                message = f"{message} the same param group {shown[1]}"
+                raise DisagreementError(f"{message}: ZeRO keeps one for all")
+    return states[first] or None if states else None
 
 
 def number_in(key: str, scalar: Scalar) -> int | float:

@@ -17,11 +17,11 @@ from streamshard.formats.fsdp_ranks.flat_parameters import group_of, is_flat
 from streamshard.formats.fsdp_ranks.rank_names import EXTRA, MODEL, OPTIMIZER, rank_file
 from streamshard.formats.fsdp_ranks.rank_trees import TreeShape
 from streamshard.formats.fsdp_ranks.sharded_tensors import Shape, box_of, part_of
-from streamshard.formats.pickle.inert import Call, Node, show_few
+from streamshard.formats.pickle.inert import Call, Node
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor, tensor_of
 from streamshard.formats.torch.zip_layout import FileImage, Serialized, serialize
 from streamshard.layout.cutting import Segments, Share, partition_segments
-from streamshard.sizes import counted, show_ranks
+from streamshard.sizes import show_ranks
 
 _RNG: Final = "rng"
 _RANK: Final = "rank"
@@ -139,18 +139,6 @@ class RankImages:
             )
         if ranks < saved:
             yield f"Not in it: the random states of {show_ranks(range(ranks, saved))}."
-        own = [
-            {key: node for key, node in root.items() if key not in (_RNG, _RANK)}
-            for root in self.extra
-        ]
-        skeletons = [TreeShape.of(root).skeleton for root in own]
-        differing = [rank for rank, found in enumerate(skeletons) if found != skeletons[0]]
-        if differing:
-            what = show_few(sorted({str(key) for key in own[0]}))
-            yield (
-                f"{counted(len(differing), 'rank')} saved another state ({what}) than rank 0. New "
-                "ranks get rank 0's."
-            )
 
 
 def _require_cut(mesh: MeshShape, ranks: int) -> None:

@@ -26,7 +26,13 @@ from streamshard.formats.dcp import dcp_names
 from streamshard.formats.dcp.dcp_reader import Distributed, locate
 from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
 from streamshard.formats.dcp.metadata_reader import Index, SavedTensor, is_distributed, read_index
-from streamshard.formats.dcp.optimizer_state import STEP, SavedGroup, is_plain, number_in
+from streamshard.formats.dcp.optimizer_state import (
+    STEP,
+    SavedGroup,
+    common_states,
+    is_plain,
+    number_in,
+)
 from streamshard.formats.dcp.state_names import StateKeys
 from streamshard.formats.deepspeed.states import Elementwise, Plain, Scalar, State
 from streamshard.formats.pickle.inert import Node, show, show_few
@@ -52,7 +58,6 @@ _MASTERS: Final = ("fp32_param", "param", "master_param")
 _OPTIMIZER: Final = "optimizer"
 _NOT_OPTIONS: Final = frozenset({dcp_names.PARAMS, STEP})
 _ITERATION: Final = re.compile(r"iter_\d+|release")
-_MOST_DIGITS: Final = 18
 _BACKEND: Final = b'"sharded_backend"'
 _LIMIT_CONFIG: Final = 4096
 Shape = tuple[int, ...]
@@ -79,7 +84,7 @@ def latest_of(run_dir: Path) -> Path | None:
     text = read_all(named, 64).decode("ascii", "replace").strip()
     if text == "release":
         return run_dir / text
-    if not text.isascii() or not text.isdecimal() or len(text) > _MOST_DIGITS:
+    if not text.isascii() or not text.isdecimal():
         raise CorruptFileError(f"names no iteration: {show(text)}", path=named)
     return run_dir / f"iter_{int(text):07d}"
 
@@ -112,7 +117,7 @@ def open_megatron(root: Path) -> Distributed:
         keys,
         files.files,
         places,
-        partial(_groups, root, keys, index, optimizer),
+        partial(_groups, keys, index, optimizer),
         _WHAT,
         (*remarks, *optimizer.remarks()),
         unread,
@@ -242,22 +247,17 @@ def _step(path: Path, node: Node) -> int:
     return int(number)
 
 
-def _groups(root: Path, keys: StateKeys, index: Index, optimizer: _Common) -> list[SavedGroup]:
-    params = tuple(name for name in keys.weights if name in keys.states)
-    if not params:
+def _groups(keys: StateKeys, index: Index, optimizer: _Common) -> list[SavedGroup]:
+    states: dict[str, dict[str, State]] = {
+        name: {s: Elementwise(index.tensors[key].dtype) for s, key in keys.states[name].items()}
+        for name in keys.weights
+        if name in keys.states
+    }
+    if not states:
         return []
-    kinds = [
-        {state: index.tensors[key].dtype for state, key in keys.states[name].items()}
-        for name in params
-    ]
-    for name, kind in zip(params, kinds, strict=True):
-        if kind != kinds[0]:
-            message = f"'{params[0]}' has the states {kinds[0]}, '{name}' {kind}"
-            raise DisagreementError(f"{message}: ZeRO keeps one kind for all", path=root)
-    states: dict[str, State] = {state: Elementwise(dtype) for state, dtype in kinds[0].items()}
-    if optimizer.steps:
-        states = {STEP: Plain(optimizer.steps[0]), **states}
-    return [SavedGroup(params, optimizer.options, states)]
+    step = {STEP: Plain(optimizer.steps[0])} if optimizer.steps else {}
+    common = {**step, **(common_states(states) or {})}
+    return [SavedGroup(tuple(states), optimizer.options, common)]
 
 
 def _unflattened(

@@ -32,8 +32,6 @@ _STEP: Final = "step"
 _PARAM: Final = "param"
 _VOCABULARY: Final = "vocab_tensor"
 _SUFFIX: Final = ".pt"
-_MOST_STATES: Final = 100
-"""Most states of one parameter, as `optimizer_reader` has it for a group."""
 _PLAIN_BYTES: Final = 1024
 """Most bytes of a step that is not a tensor."""
 AGAIN: Final = "run DeepSpeed's ds_to_universal again, or give the checkpoint that it was made from"
@@ -94,9 +92,6 @@ class ParamFiles:
     def _states_of(self, shapes: Mapping[str, Shape]) -> list[str]:
         """List the states of a group's parameters, as an Adam of torch or DeepSpeed has them."""
         found = {state for name in shapes for state in self.paths.get(name, ())} - {_STEP}
-        if len(found) > _MOST_STATES:
-            message = f"{len(found)} states of one group, which no optimizer is known to have"
-            raise UnsupportedError(message, path=self.root)
         for name in shapes:
             for state in sorted(found | {MASTER}):
                 if state not in self.paths.get(name, ()):
