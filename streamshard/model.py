@@ -328,9 +328,9 @@ class SourceFile:
         return self.decoder is None or isinstance(self.decoder, BlockDigests)
 
 
-Repeat = tuple[tuple[SourceFile, int], tuple[SourceFile, int], int]
-"""A copy in another file, of which only the ends were compared: (file, offset) of the one that is
-read, of the other one, and their bytes."""
+Repeat = tuple[tuple[SourceFile, int], tuple[SourceFile, int], int, str]
+"""A copy in another file, which was not compared byte by byte: (file, offset) of the one that is
+read, of the other one, their bytes, and what they are."""
 
 
 @dataclass(frozen=True, slots=True)

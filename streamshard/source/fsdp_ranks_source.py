@@ -1,8 +1,5 @@
 """Reads files of FSDP's ranks, as verl saves them."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -56,19 +53,7 @@ class _FsdpRanksReader(Reader):
         entries = sorted(path for path in paths_in(place) if is_file(path))
         readable = ReadableFiles(entries, [place], findings)
         torch = TorchFiles.at(readable.files, lambda _: None, findings)
-        differ = opened is not None and any(
-            note.kind is NoteKind.COPIES for note in opened.checkpoint.notes
-        )
-        found = CheckedStructure(self, place.name, torch.files, torch.units, source=opened)
-        return (
-            replace(found, copies=partial(self._replicas, place, request.facts.wrapped))
-            if differ
-            else found
-        )
-
-    def _replicas(self, place: Path, wrapped: Sequence[str]) -> Iterator[Source]:
-        for found in fsdp_ranks_reader.replicas(place, wrapped):
-            yield Source.of(place, self, found)
+        return CheckedStructure(self, place.name, torch.files, torch.units, source=opened)
 
 
 READER: Final = _FsdpRanksReader()

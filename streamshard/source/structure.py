@@ -27,8 +27,6 @@ class CheckedStructure:
     units: Callable[[], Iterable[Unit]] = tuple
     """Yields the units to read."""
     codec_bytes: int = 0
-    copies: Callable[[], Iterable[Source]] = tuple
-    """Opens other copies that the files have of the source's tensors, where these may differ."""
     source: Source | None = None
     """The opened shards; None if they cannot be opened, and for a store, which has digests."""
 
@@ -55,14 +53,15 @@ def opened_to_check(place: Path, request: Request, findings: Findings) -> Source
 
 
 def require_same_repeats(source: Source) -> None:
-    """Compare what ranks have of the same elements, of which only the ends were compared."""
+    """Compare the bytes that ranks have of the same elements."""
     with source_errors(source.path):
         for repeat in source.repeats:
             # Not at the top: few optimizers have them.
             from streamshard.formats.deepspeed.rare_states import require_alike
 
-            for start in range(0, repeat[-1], _PIECE_BYTES):
-                require_alike(repeat, start, min(_PIECE_BYTES, repeat[-1] - start))
+            nbytes = repeat[2]
+            for start in range(0, nbytes, _PIECE_BYTES):
+                require_alike(repeat, start, min(_PIECE_BYTES, nbytes - start))
 
 
 def check_structure(request: Request, findings: Findings) -> CheckedStructure:

@@ -224,7 +224,7 @@ class WholeMomentum(RareKind):
                 numel = int(flat.numels[param])
                 nbytes = numel * ITEMSIZE[self.dtype]
                 if param in first:
-                    repeat = first[param], (files[number], offset), nbytes
+                    repeat = first[param], (files[number], offset), nbytes, _MOMENTUM
                     span = min(nbytes, _SAMPLE_BYTES)
                     for start in {0, nbytes - span}:
                         require_alike(repeat, start, span)
@@ -252,17 +252,18 @@ def _owned_segments(group: FlatGroup, rank: int, tensors: Ints, *, itemsize: int
     )
 
 
+_MOMENTUM: Final = "the momentum of a parameter"
 _SAMPLE_BYTES: Final = 4096
 """Bytes at each end of two copies that are compared."""
 
 
 def require_alike(repeat: Repeat, start: int, nbytes: int) -> None:
     """Compare some bytes of two copies."""
-    read, copied, _ = repeat
+    read, copied, _, what = repeat
     contents = [_read(file, offset + start, nbytes) for file, offset in (read, copied)]
     if contents[0] != contents[1]:
-        message = f"disagrees with {copied[0].path} about the momentum of a parameter that both"
-        message = f"{message} ranks hold: they are not of one step of one run"
+        message = f"disagrees with {copied[0].path} about {what} that both ranks hold: they are not"
+        message = f"{message} of one step of one run"
         raise DisagreementError(message, path=read[0].path)
 
 

@@ -10,7 +10,6 @@ so too (`skyrl_train/distributed/fsdp_strategy.py`).
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -56,11 +55,23 @@ from streamshard.formats.torch.torch_tensor import Storage, Tensor, make_tensor
 from streamshard.io.entries import is_directory, is_file, paths_in
 from streamshard.io.files import require_regular
 from streamshard.layout.cutting import CuttingBuilder
-from streamshard.model import ITEMSIZE, MASTER, MODULE, LogicalTensor, Note, NoteKind, Slot, Whole
+from streamshard.model import (
+    ITEMSIZE,
+    MASTER,
+    MODULE,
+    LogicalTensor,
+    Note,
+    NoteKind,
+    Repeat,
+    Slot,
+    Whole,
+)
 
 _WHAT: Final = "a checkpoint in files of FSDP's ranks"
 _WEIGHTS: Final = "a model's weights in files of FSDP's ranks"
 _FAULTS: Final = {DisagreementError: NoteKind.MIXED, CorruptFileError: NoteKind.CORRUPT}
+_Copies = Mapping[str, Sequence[tuple[Tensor, Tensor]]]
+"""What is there on several ranks → the part that is read, and another rank's."""
 _PIECES: Final = ("how FSDP1 with use_orig_params pads what it cuts for other ranks",)
 
 
@@ -76,18 +87,6 @@ def read(directory: Path, wrapped: Sequence[str] = ()) -> Reading:
         return _Ranks(directory, files, wrapped).reading()
 
 
-def replicas(directory: Path, wrapped: Sequence[str]) -> Iterator[Reading]:
-    """Open what every replica but the first has saved of tensors that are cut among ranks."""
-    with malformed(directory):
-        files = rank_names.files_of(directory)
-        for replica in count(1):
-            ranks = _Ranks(directory, files, wrapped, replica=replica)
-            found = ranks.reading()
-            if not ranks.has_replica:
-                return
-            yield found
-
-
 @dataclass(slots=True)
 class _Ranks:
     """What is known of the ranks' files while they are read."""
@@ -95,10 +94,6 @@ class _Ranks:
     directory: Path
     files: Mapping[str, Sequence[Path]]
     wrapped: Sequence[str] = ()
-    replica: int = 0
-    """Which replica's parts are taken of what is cut among ranks."""
-    has_replica: bool = False
-    """Whether there are any."""
     sources: SourceFiles = field(default_factory=SourceFiles)
     root: Mapping[Node, Node] = field(default_factory=dict)
     """What rank 0 saved of the model."""
@@ -137,13 +132,20 @@ class _Ranks:
         adopt_blobs([kept, extra], tensors, whole, first=0, model_part="")
         files = adopt_files(self._sidecars(), self.sources, tensors, whole)
         builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
-        for key, held in self._boxes_by_tensor(own, optimizer, trained):
-            _place(builder, number[key], tensors[number[key]], held, self.directory)
-        for flat in (one for one in optimizer.cut.values() if one.is_joined):
-            rows = [number[flat.state, name] for name in flat.names]
-            _place_flat(builder, rows, tensors, self._of_replica(flat.boxes))
+        boxes: dict[tuple[str, str], Sequence[Box]] = {
+            (MASTER if e.name in trained else MODULE, e.name): self.boxes[e.name] for e in own
+        }
+        for cut in optimizer.cut.values():
+            if cut.is_joined:
+                rows = [number[cut.state, name] for name in cut.names]
+                _place_flat(builder, rows, tensors, cut.boxes)
+            else:
+                boxes[cut.state, cut.names[0]] = cut.boxes
+        for key, parts in boxes.items():
+            _place(builder, number[key], tensors[number[key]], parts, self.directory)
         for row, (file, offset) in whole.items():
             builder.place(row, file, offset, tensors[row].numel)
+        differing = self._differing(optimizer)
         checkpoint = foreign_checkpoint(
             _WHAT if groups else _WEIGHTS,
             self.directory.name,
@@ -154,10 +156,11 @@ class _Ranks:
             optimizer.hyper_parameters,
             {**kept, EXTRA: extra},
             files,
-            (*self.sources.notes, *self._notes(optimizer)),
+            (*self.sources.notes, *self._notes(optimizer, differing)),
             (*self.unread, *(_PIECES if optimizer.is_in_pieces else ())),
         )
-        return Reading(checkpoint, builder.build(), tuple(self.sources.files))
+        files_read, repeats = tuple(self.sources.files), tuple(self._repeats(differing))
+        return Reading(checkpoint, builder.build(), files_read, repeats)
 
     def _read_model(self) -> None:
         roots, paths = [], self.files[MODEL]
@@ -219,24 +222,29 @@ class _Ranks:
             self.unread[text] = NoteKind.LEFT_OUT
             return []
 
-    def _boxes_by_tensor(
-        self,
-        entries: Sequence[ModuleEntry],
-        optimizer: RanksOptimizer,
-        trained: Collection[str],
-    ) -> Iterator[tuple[tuple[str, str], Sequence[Box]]]:
-        for name in (entry.name for entry in entries):
-            boxes: Sequence[Box] = self.boxes[name]
-            if self.parts[name][0].is_dtensor:
-                boxes = self._of_replica(boxes)
-            yield (MASTER if name in trained else MODULE, name), boxes
-        for one in optimizer.cut.values():
-            if not one.is_joined:
-                yield (one.state, one.names[0]), self._of_replica(one.boxes)
+    def _differing(self, optimizer: RanksOptimizer) -> _Copies:
+        """Return what ranks have of the same parts, where checksums do not tell that it is equal.
 
-    def _of_replica(self, boxes: Sequence[Box]) -> Sequence[Box]:
-        self.has_replica |= any(len(box.copies) >= self.replica for box in boxes)
-        return [box.of(self.replica) for box in boxes]
+        These are of storages, which may hold more than the parts.
+        """
+        boxes = {**self.boxes, **{one.label: one.boxes for one in optimizer.cut.values()}}
+        pairs = {
+            name: [(box.tensor, copy) for box in held for copy in box.copies]
+            for name, held in boxes.items()
+        }
+        found = {name: [pair for pair in own if not alike(*pair)] for name, own in pairs.items()}
+        return {name: own for name, own in found.items() if own}
+
+    def _repeats(self, differing: _Copies) -> Iterator[Repeat]:
+        """Yield what differs of tensors that are cut among ranks."""
+        files = self.sources.files
+        for name, pairs in differing.items():
+            if name in self.parts and not self.parts[name][0].is_dtensor:
+                continue
+            for first, copy in pairs:
+                both = first, copy.require_contiguous(f"a copy of {name}")
+                read, other = ((files[tensor.storage.file], tensor.offset) for tensor in both)
+                yield read, other, copy.numel * ITEMSIZE[copy.dtype], f"a part of {name}"
 
     def _kept(
         self,
@@ -291,7 +299,7 @@ class _Ranks:
             require_regular(path, self.directory)
         return found
 
-    def _notes(self, optimizer: RanksOptimizer) -> Iterator[Note]:
+    def _notes(self, optimizer: RanksOptimizer, differing: _Copies) -> Iterator[Note]:
         known = {path for paths in self.files.values() for path in paths}
         strays = [p.name for p in _files_in(self.directory) if rank_names.is_rank_file(p.name)]
         strays = [name for name in strays if self.directory / name not in known]
@@ -311,19 +319,12 @@ class _Ranks:
         if self.others:
             text = f"Not read, as they are no tensors: {show_few(self.others)}"
             yield Note(f"{text}. Files for other ranks get rank 0's.", NoteKind.LEFT_OUT)
-        boxes = dict(self.boxes)
-        for one in optimizer.cut.values():
-            boxes[f"{one.state} of {show_few(one.names)}"] = list(one.boxes)
-        differing = [
-            name
-            for name, held in boxes.items()
-            if not all(alike(box.tensor, copy) for box in held for copy in box.copies)
-        ]
         if differing:
-            text = f"The ranks' files differ in {show_few(differing)}"
+            text = f"The ranks' files differ in {show_few([*differing])}"
             # The checksums that tell are those of storages.
             more = f", or in memory that was saved with {'it' if len(differing) == 1 else 'them'}"
-            held_alone = all(map(_is_alone, (box for name in differing for box in boxes[name])))
+            held = (t for pairs in differing.values() for pair in pairs for t in pair)
+            held_alone = all(tensor.storage.numel == tensor.numel for tensor in held)
             text = f"{text}{'' if held_alone else more}; rank 0's are taken for all."
             yield Note(text, NoteKind.COPIES)
 
@@ -381,8 +382,3 @@ def _slot(held: Sequence[Tensor]) -> Slot:
         np.array([tensor.offset for tensor in held], dtype=np.int64),
         np.array([tensor.numel for tensor in held], dtype=np.int64),
     )
-
-
-def _is_alone(box: Box) -> bool:
-    """Tell whether storages hold this part alone, without padding."""
-    return all(held.storage.numel == held.numel for held in (box.tensor, *box.copies))

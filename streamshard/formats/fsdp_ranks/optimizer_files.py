@@ -61,6 +61,11 @@ class CutState:
     """Whether the boxes are the ranks' parts of what parameters are joined to, in order."""
 
     @property
+    def label(self) -> str:
+        """What messages call it."""
+        return f"{self.state} of {show_few(self.names)}"
+
+    @property
     def tensors(self) -> Iterator[LogicalTensor]:
         for name, shape in zip(self.names, self.shapes, strict=True):
             yield LogicalTensor(self.state, name, self.dtype, shape)

@@ -5,7 +5,7 @@ Checked with torch 2.13: `torch/distributed/tensor/_dtensor_spec.py` and `placem
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
@@ -43,11 +43,6 @@ class Box:
     tensor: Tensor
     copies: list[Tensor]
     """The same part in other ranks' files."""
-
-    def of(self, replica: int) -> "Box":
-        """Return the part as a replica has it; the first one's if there is no such replica."""
-        held = [self.tensor, *self.copies]
-        return replace(self, tensor=held[replica]) if replica < len(held) else self
 
 
 @dataclass(frozen=True, slots=True)

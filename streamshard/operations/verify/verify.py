@@ -3,9 +3,9 @@
 import time
 from dataclasses import replace
 
-from streamshard.checks.problems import DISAGREEMENT, Difference, Findings, Verification
+from streamshard.checks.problems import Difference, Findings, Verification
 from streamshard.checks.scan import scan
-from streamshard.compare.comparison import Pairing, SideElements, compare, open_alike
+from streamshard.compare.comparison import compare, open_alike
 from streamshard.compare.matching import pair_up
 from streamshard.compare.tensor_content import TensorUnits
 from streamshard.engine.run import memory_limits, resident_memory
@@ -21,10 +21,9 @@ from streamshard.errors import (
 )
 from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import COMPARING_BYTES
-from streamshard.model import BLOB, FILE
 from streamshard.options import takes
 from streamshard.registry import GRAFT_PAIRED, load
-from streamshard.source.source import Request, Source, requests
+from streamshard.source.source import Request, requests
 from streamshard.source.structure import check_structure, require_same_repeats
 from streamshard.source.suspicion import suspicions
 from streamshard.source.unfinished import require_finished
@@ -117,28 +116,12 @@ class _Run:
             scan(units, source.files, plan, read.add)
         self.bytes_read = read.value
         if source is not None:
-            for other in checked.copies():
-                self._compare_copies(source, other)
             try:
                 require_same_repeats(source)
             except (SourceError, IntegrityError) as error:
                 self.findings.add_error(error, source.path)
         if health and source is not None:
             self.findings.notes += suspicions(source.checkpoint, self.findings.health)
-
-    def _compare_copies(self, source: Source, other: Source) -> None:
-        """Require other copies of tensors to be the same to the bit."""
-        pairing = Pairing()
-        for number, tensor in enumerate(source.checkpoint.tensors):
-            if tensor.state not in (BLOB, FILE):
-                side = SideElements(number, tensor.dtype)
-                pairing.add(tensor, side, side, tensor.dtype)
-        found = compare(source, other, pairing.pairs, self._limits, Silent())
-        self.findings.problems += found.findings.problems
-        self.bytes_read += found.bytes_read
-        for one in found.differences:
-            message = f"{source.path}: copies that ranks have of {one.message}"
-            self.findings.add(DISAGREEMENT, source.path, message)
 
     def compare(self, request: Request, other: Request) -> None:
         """Compare the content of two checkpoints."""
