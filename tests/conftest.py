@@ -67,7 +67,6 @@ LONGEST: Final = (
     "tests/released/test_machine.py",
     "tests/verify/test_against.py",
     "tests/verify/test_carried_damage.py",
-    "tests/compact/test_bucket_packed.py",
     "tests/oracle/test_degrees.py",
     "tests/oracle/test_unattended.py",
     "tests/oracle/test_load_memory.py",

@@ -25,9 +25,8 @@ from streamshard.io.files import target_errors
 from streamshard.io.object_path import as_path
 from streamshard.io.throttle import lower_priority
 from streamshard.operations.compact import compact
-from streamshard.operations.compact.compact_status import CompactStatus, compact_status
+from streamshard.operations.compact.compact_status import CompactStatus, compact_status, draw_status
 from streamshard.operations.compact.run_directory import require_parent
-from streamshard.operations.compact.status_page import draw_status
 from streamshard.sizes import show_bytes
 from streamshard.verb_options import CompactOptions
 

@@ -37,10 +37,7 @@ def test_a_dry_run_tells_of_each_tag_and_does_nothing(
     before = bits(tmp_path)
     done = passed("compact", run, archive, "--delete", "-n")
     nbytes = sum(path.stat().st_size for path in (run / FIRST).iterdir())
-    assert re.search(
-        rf"{FIRST} +moved to trash +{show_bytes(nbytes)} .* no rule keeps it", done.out
-    )
-    assert "after --grace 7d\n" in done.out
+    assert re.search(rf"{FIRST} +trashed +{show_bytes(nbytes)} .* no rule keeps it", done.out)
     assert re.search(rf"{tag_of(1000)} +kept .* 'latest' names it", done.out)
     assert bits(tmp_path) == before
     assert not archive.exists()
@@ -94,7 +91,7 @@ def test_a_night_says_a_line_or_nothing_or_a_table(
     into = f"{show_bytes(told.source_bytes)} archived in {show_bytes(told.archive_bytes)}"
     assert done.out == f"{run}: 1 archived, 3 kept; {into}\n"
     done = in_process("compact", run, tmp_path / "again", "--delete")
-    assert done.out.startswith(f"{run}: 1 moved to trash, 3 kept; {into}\n")
+    assert done.out.startswith(f"{run}: 1 trashed, 3 kept; {into}\n")
     api.compact(run, tmp_path / "again", undelete=[FIRST])
     done = in_process(*command, "-q", "--delete")
     assert (done.code, done.out, done.err) == (0, "", "")
@@ -102,7 +99,7 @@ def test_a_night_says_a_line_or_nothing_or_a_table(
     assert (done.code, FIRST in done.out, "in the trash" in done.out) == (0, True, True)
     found = json.loads(in_process(*command, "--undelete", FIRST, "--json").out)
     assert [(tag["tag"], tag["action"]) for tag in found["tags"]] == [(FIRST, "brought back")]
-    assert any("unless --keep-tag names it" in note for note in found["notes"])
+    assert "unless --keep-tag names it" in found["tags"][0]["reason"]
 
 
 def test_a_name_to_keep_that_is_mistyped_is_told(run: Path, archive: Path) -> None:

@@ -363,7 +363,7 @@ def test_compact_archives_and_removes_them(tmp_path: Path) -> None:
     before = {f"epoch/{n}": bits(run / f"epoch/{n}") for n in (1, 2, 3, 9, 10)}
     found = actions(api.compact(run, archive, delete=True))
     kept = ("epoch/3", "epoch/9", "epoch/10", "epoch%2F1", "other_epoch/1", "global_step1")
-    assert found == {**dict.fromkeys(kept, "kept"), "epoch/1": "deleted", "epoch/2": "deleted"}
+    assert found == {**dict.fromkeys(kept, "kept"), "epoch/1": "trashed", "epoch/2": "trashed"}
     assert sorted(path.name for path in (run / "epoch").iterdir()) == ["10", "3", "9"]
     assert receipt_of(archive, "epoch%2F1")["tag"] == "epoch/1"
     api.compact(run, archive, undelete=["epoch/1"])

@@ -24,7 +24,7 @@ OPTIMIZER = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run directory of which the oldest tag may go."""
-    return make_run(tmp_path / "run", Job(stage=3))
+    return make_run(tmp_path / "run", first=Job(stage=3))
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_tag_of_which_something_else_comes_back_stays(
     assert (failed_checks(archive), own_files(archive)) == (["rebuilt_equal"], [])
     assert receipt_of(archive, FIRST)["state"] == "archived"
     monkeypatch.undo()
-    assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
+    assert actions(api.compact(run, archive, delete=True))[FIRST] == "trashed"
     assert (failed_checks(archive), own_files(archive)) == ([], [])
     assert "rebuilt_equal" in {check["name"] for check in receipt_of(archive, FIRST)["checks"]}
 

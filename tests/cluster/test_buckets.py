@@ -48,7 +48,7 @@ def test_compact_archives_proves_and_deletes_on_a_cluster(cluster: Client, tmp_p
     far = on(cluster, "compact", run, tmp_path / "far", delete=True)
     near = streamshard.compact(tmp_path / "same", tmp_path / "near", delete=True)
     assert actions(far) == actions(near)
-    assert actions(far)[FIRST] == "deleted"
+    assert actions(far)[FIRST] == "trashed"
     store = tmp_path / "near" / f"{FIRST}.zarr"
     assert bits(tmp_path / "far" / store.name) == bits(store)
     one, other = receipt_of(tmp_path / "far", FIRST), receipt_of(tmp_path / "near", FIRST)

@@ -1,5 +1,6 @@
 """Run directories, and where their archives go."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import pytest
 
 import streamshard as api
+from streamshard.operations.compact.run_directory import change_digest
 from tests.cloud.conftest import Bucket, bucket, proxy, service, sound
-from tests.compact.runs import ARCHIVE, FIRST, NO_GRACE, RUN, SMALL, copy_place, make_run
+from tests.compact.runs import ARCHIVE, FIRST, HEALTH, NO_GRACE, RUN, SMALL, copy_place, make_run
 from tests.compact.sides import Sides
 from tests.job import Job
 
@@ -40,8 +42,18 @@ def after_nights(tmp_path_factory: pytest.TempPathFactory) -> AfterNights:
             for options in nights:
                 api.compact(made[name] / RUN, made[name] / ARCHIVE, **options)
         copy_place(made[name], place)
+        remember(place)
 
     return put
+
+
+def remember(place: Path) -> None:
+    """Let what runs found out of the newest tags be known of their copies too."""
+    path = place / ARCHIVE / HEALTH
+    document = json.loads(path.read_text())
+    for tag in document["tags"]:
+        tag["looks"] = change_digest(place / RUN / tag["tag"])[2]
+    path.write_text(json.dumps(document))
 
 
 @pytest.fixture

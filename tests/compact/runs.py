@@ -53,10 +53,19 @@ def age(path: Path, days: float) -> None:
         os.utime(entry, (then, then), follow_symlinks=False)
 
 
-def make_run(run_dir: Path, job: Job | None = None, steps: Sequence[int] = STEPS) -> Path:
-    """Make a run directory whose last step is the one that is needed."""
-    for step in steps:
-        save(run_dir, step, job)
+def make_run(
+    run_dir: Path,
+    job: Job | None = None,
+    steps: Sequence[int] = STEPS,
+    *,
+    first: Job | None = None,
+) -> Path:
+    """Make a run directory whose last step is the one that is needed.
+
+    Its `first` step may be of another job, for what is asked about this one alone.
+    """
+    for number, step in enumerate(steps):
+        save(run_dir, step, job if number or first is None else first)
     return run_dir
 
 

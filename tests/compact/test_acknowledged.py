@@ -86,7 +86,7 @@ def test_whole_again_it_is_a_tag_like_any_other(broken: Path, archive: Path) -> 
 @pytest.mark.parametrize(
     ("tag", "says"),
     [
-        (tag_of(STEPS[-1]), "kept anyway"),
+        (tag_of(STEPS[-1]), "not ambiguous: 'latest' names it"),
         (FIRST, f"--keep-tag {FIRST}"),
         ("global_step5", f"no tag global_step5 with shards; there are {FIRST}"),
         ("global_step9", "no tag global_step9"),

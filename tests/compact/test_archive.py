@@ -54,7 +54,7 @@ def store(archive: Path) -> Path:
 def test_states_that_cannot_be_cut_come_back_in_the_files_of_their_ranks(
     tmp_path: Path, archive: Path, store: Path
 ) -> None:
-    run = make_run(tmp_path / "run", Job(stage=3, garbage=False, client_state=client_state()))
+    run = make_run(tmp_path / "run", first=Job(stage=3, garbage=False, client_state=client_state()))
     files = sorted((run / FIRST).glob("*optim_states.pt"))
     for rank, path in enumerate(files):
         edit(path, partial(with_a_list, rank=rank))
@@ -79,7 +79,7 @@ def with_a_list(content: dict[str, Any], rank: int) -> None:
 def test_at_the_original_stage_and_world_size_everything_comes_back(
     name: str, tmp_path: Path, archive: Path, store: Path
 ) -> None:
-    run = make_run(tmp_path / "run", JOBS[name])
+    run = make_run(tmp_path / "run", first=JOBS[name])
     (run / FIRST / "tokenizer.json").write_bytes(bytes(range(256)))
     (run / FIRST / "tokenizer.json").chmod(0o640)
     age(run / FIRST, 30)
@@ -103,7 +103,7 @@ def test_at_the_original_stage_and_world_size_everything_comes_back(
 def test_for_other_ranks_it_gives_the_bytes_that_the_checkpoint_gives(
     tmp_path: Path, archive: Path, store: Path
 ) -> None:
-    run = make_run(tmp_path / "run", Job(stage=2, world_size=2, client_state=client_state()))
+    run = make_run(tmp_path / "run", first=Job(client_state=client_state()))
     api.compact(run, archive)
     outs = [tmp_path / road for road in ("direct", "archived")]
     for source, out in zip((run, store), outs, strict=True):
@@ -119,7 +119,7 @@ def stored_weights(store: Path) -> set[str]:
 def test_weights_that_are_casts_are_left_out_and_others_are_not(
     archive: Path, store: Path, tmp_path: Path
 ) -> None:
-    run = make_run(tmp_path / "run", Job())
+    run = make_run(tmp_path / "run", first=Job())
 
     def flip(held: dict[str, Any]) -> None:
         held["module"]["block.0.mlp"].view(-1).view(torch.int16)[5] ^= 1
@@ -162,7 +162,7 @@ def test_sha256sum_checks_it_without_us(run: Path, archive: Path, store: Path) -
 def test_sha256sum_understands_a_name_that_it_has_to_escape(run: Path, archive: Path) -> None:
     name = "a\\b 80"
     (run / FIRST).rename(run / name)
-    assert actions(api.compact(run, archive, delete=True))[name] == "deleted"
+    assert actions(api.compact(run, archive, delete=True))[name] == "trashed"
     assert subprocess.run([*CHECK, f"{name}.zarr.sha256"], cwd=archive).returncode == 0
 
 
@@ -205,7 +205,7 @@ def test_without_links_everything_is_stored(
     monkeypatch.setattr(Disk, "make_link", staticmethod(refuse))
     run = make_run(tmp_path / "run", steps=(1, 2, 3, 4, 5))
     found = api.compact(run, archive, delete=True)
-    assert [tag.action for tag in found.tags[:2]] == ["deleted", "deleted"]
+    assert [tag.action for tag in found.tags[:2]] == ["trashed", "trashed"]
     assert found.tags[1].shared_bytes == 0
     assert {path.stat().st_nlink for path in archive.rglob("*") if path.is_file()} == {1}
 
@@ -240,7 +240,7 @@ def test_a_log_that_grows_beside_the_tags_is_left_out(
     assert held == {"zero_to_fp32.py", "config.json"}
     assert receipt_of(archive, FIRST)["left_out"] == ["train.log"]
     (run / "train.log").write_text("step 2")
-    assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
+    assert actions(api.compact(run, archive, delete=True))[FIRST] == "trashed"
 
 
 # An archive of November 2026 that must be readable for ever. It was made of `OF_2026` by `compact`;

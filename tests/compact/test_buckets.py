@@ -3,6 +3,7 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,53 +11,72 @@ import streamshard as api
 from streamshard.errors import UsageError
 from tests.cloud.server import KEY, SECRET
 from tests.compact.runs import ALL, FIRST, MONTH, actions, bits
-from tests.compact.sides import Sides
+from tests.compact.sides import VICTIM, Side, Sides
 from tests.documents import page
 from tests.forked import run_forked
 
+RECEIPT = ".receipt.json"
 
+
+def names(side: Side) -> set[str]:
+    """First parts of the names of all that is there."""
+    return {path.split("/")[0] for path in side.content()}
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".zarr.zip"])
 def test_a_tag_is_archived_and_goes_and_comes_back(
-    sides: Sides, capfd: pytest.CaptureFixture[str]
+    sides: Sides, capfd: pytest.CaptureFixture[str], suffix: str
 ) -> None:
-    before, tmp = bits(sides.run), sides.tmp
+    """As a store of many objects, or as one; and only if each has the bytes that it had."""
+    before, archive, tmp = bits(sides.run), sides.archive, sides.tmp
     api.repartition(tmp / "made" / FIRST, tmp / "wanted", world_size=3)
     api.export(tmp / "made" / FIRST, tmp / "weights")
-    assert actions(sides.compact(dry_run=True, delete=True))[FIRST] == "deleted"
-    assert (bits(sides.run), sides.archive.content()) == (before, {})
-    found = sides.compact()
-    assert (actions(found)[FIRST], found.exit_code) == ("archived", 0)
-    archived = sides.archive.content()
-    assert bits(sides.run) == before
-    assert actions(sides.compact())[FIRST] == "archived before"
-    assert sides.archive.content() == archived  # and nothing is left of locks
-    found = sides.compact(delete=True)
-    assert (actions(found)[FIRST], found.exit_code) == ("deleted", 0)
-    receipt = sides.receipt()
-    assert receipt["state"] == "trashed"
+    how: dict[str, Any] = {"delete": True, "packed": suffix == ".zarr.zip"}
+    assert actions(sides.compact(dry_run=True, **how))[FIRST] == "trashed"
+    assert (bits(sides.run), archive.content()) == (before, {})
+    if suffix == ".zarr":
+        found = sides.compact()
+        assert (actions(found)[FIRST], found.exit_code) == ("archived", 0)
+        archived = archive.content()
+        assert bits(sides.run) == before
+        assert actions(sides.compact())[FIRST] == "archived before"
+        assert archive.content() == archived  # and nothing is left of locks
+    found = sides.compact(**how)
+    assert (actions(found)[FIRST], found.exit_code) == ("trashed", 0)
+    assert names(archive) == {*(f"{FIRST}{end}" for end in (suffix, f"{suffix}.sha256", RECEIPT))}
+    receipt, store = sides.receipt(), f"{FIRST}{suffix}"
+    whole = {path: data for path, data in archive.content().items() if path.startswith(store)}
+    nbytes = sum(len(data) for path, data in whole.items() if not path.endswith(".sha256"))
+    assert (receipt["state"], receipt["packed"]) == ("trashed", how["packed"])
+    assert receipt["archive_bytes"] == nbytes
     assert all(check["holds"] for check in receipt["checks"])
+    status = api.compact_status(sides.run, archive.where).tags
+    assert [(one.tag, one.state) for one in status] == [(FIRST, "in the trash")]
     assert sides.original() == bits(tmp / "made" / FIRST)
-    found = sides.compact(7.9, delete=True)
-    assert (actions(found)[FIRST], found.exit_code) == ("in the trash", 0)
-    found = sides.compact(8.1, delete=True)
+    victim = store if how["packed"] else VICTIM
+    archive.bucket.damage(f"{archive.name}/{victim}")
+    found = sides.compact(9, **how)
+    assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
+    assert sides.original() == bits(tmp / "made" / FIRST)
+    archive.write(victim, whole[victim])
+    found = sides.compact(9, **how)
     assert (actions(found)[FIRST], found.exit_code) == ("purged", 0)
     assert bits(sides.run) == {
         path: data for path, data in before.items() if not path.startswith(FIRST + "/")
     }
-    store = f"{sides.archive.where}/{FIRST}.zarr"
-    assert api.verify(store).is_good
-    api.repartition(store, tmp / "back", world_size=3)
+    api.repartition(f"{archive.where}/{store}", tmp / "back", world_size=3)
     assert bits(tmp / "back") == bits(tmp / "wanted")
     said = "".join(map(str, (found, receipt, capfd.readouterr())))
     assert KEY not in said
     assert SECRET not in said
-    options = {"delete": True, "weights_only_older_than": MONTH}
+    how |= {"weights_only_older_than": MONTH}
     for dry_run in (True, False):
-        found = sides.compact(50, **options, dry_run=dry_run)
+        found = sides.compact(50, **how, dry_run=dry_run)
         assert (actions(found)[FIRST], found.exit_code) == ("weights only", 0)
-    known = {f"{FIRST}.weights.zarr", f"{FIRST}.weights.zarr.sha256", f"{FIRST}.receipt.json"}
-    assert {path.split("/")[0] for path in sides.archive.content()} == known
-    assert FIRST not in actions(sides.compact(51, **options))
-    store = f"{sides.archive.where}/{FIRST}.weights.zarr"
+    suffix = f".weights{suffix}"
+    assert names(archive) == {*(f"{FIRST}{end}" for end in (suffix, f"{suffix}.sha256", RECEIPT))}
+    assert FIRST not in actions(sides.compact(51, **how))
+    store = f"{archive.where}/{FIRST}{suffix}"
     assert api.verify(store).is_good
     api.export(store, tmp / "found")
     assert bits(tmp / "found") == bits(tmp / "weights")

@@ -43,13 +43,13 @@ def store(archive: Path) -> Path:
 
 def test_the_whole_way_of_a_tag(tmp_path: Path, archive: Path, store: Path) -> None:
     """It is what a directory would be: the same arrays, the same checks, the same states."""
-    run = make_run(tmp_path / "run", JOBS["experts"])
+    run = make_run(tmp_path / "run", first=JOBS["experts"])
     (run / FIRST / "tokenizer.json").write_bytes(bytes(range(256)))
     age(run / FIRST, 30)
     plain = tmp_path / "plain"
     api.compact(run, plain)
     found = api.compact(run, archive, delete=True, packed=True)
-    assert (actions(found)[FIRST], found.exit_code) == ("deleted", 0)
+    assert (actions(found)[FIRST], found.exit_code) == ("trashed", 0)
     names = {path.name for path in archive.iterdir() if path.name[0] != "."}
     assert names == {store.name, f"{store.name}.sha256", f"{FIRST}.receipt.json"}
     receipt = receipt_of(archive, FIRST)
@@ -145,9 +145,9 @@ def test_what_was_begun_is_finished_in_the_form_that_it_has(
     with pytest.raises(KeyboardInterrupt):
         api.compact(run, archive, packed=first, workers=1)
     assert [*archive.glob("*.partial")] or not first
-    assert [one.state for one in api.compact_status(run, archive).tags] == ["archiving"]
+    assert [one.state for one in api.compact_status(run, archive).tags] == ["begun"]
     monkeypatch.undo()
-    assert actions(api.compact(run, archive, packed=then, delete=True))[FIRST] == "deleted"
+    assert actions(api.compact(run, archive, packed=then, delete=True))[FIRST] == "trashed"
     assert differing(bits(archive), bits(tmp_path / "undisturbed")) == [f"{FIRST}.receipt.json"]
 
 
@@ -173,5 +173,5 @@ def test_archives_of_both_forms_lie_side_by_side(
     assert (actions(found)[tag_of(2)], found.exit_code) == ("brought back", 0)
     assert api.verify(stores[1], against=run / tag_of(2)).is_good
     found = api.compact(run, archive, delete=True, packed=True, now=later(8))
-    assert actions(found)[tag_of(2)] == "deleted"
+    assert actions(found)[tag_of(2)] == "trashed"
     assert [actions(found)[tag_of(step)] for step in (1, 3)] == ["purged", "purged"]

@@ -177,7 +177,7 @@ def test_a_shard_that_changes_while_it_is_archived(
         return found, next(reads) - 1
 
     found, reads = compacted("still", 0)
-    assert actions(found)[FIRST] == ("deleted" if delete else "archived")
+    assert actions(found)[FIRST] == ("trashed" if delete else "archived")
     refused = 0
     for part in range(PARTS):
         found, _ = compacted(f"{part}", 1 + reads * part // PARTS)

@@ -10,15 +10,9 @@ from hypothesis import strategies as st
 
 from streamshard.errors import SourceError, SourceNotFoundError
 from streamshard.formats.deepspeed.names import step_of
-from streamshard.operations.compact.compact_report import (
-    AMBIGUOUS,
-    DELETED,
-    IN_TRASH,
-    KEPT,
-    CompactedTag,
-)
+from streamshard.operations.compact.compact_report import AMBIGUOUS, IN_TRASH, KEPT, CompactedTag
 from streamshard.operations.compact.prune import RunDirectory, Tag, prune, refusal
-from streamshard.operations.compact.receipts import ARCHIVED, PURGED, WEIGHTS_ONLY
+from streamshard.operations.compact.receipts import ARCHIVED, PURGED, TRASHED, WEIGHTS_ONLY
 from streamshard.verb_options import CompactOptions
 
 HOUR = 3600 * 10**9
@@ -191,17 +185,6 @@ def test_without_a_latest_that_can_be_trusted_nothing_may_go(run: RunDirectory, 
     assert told in (refusal(run) or "")
 
 
-def test_as_few_are_read_as_are_needed() -> None:
-    asked: list[str] = []
-
-    def look(tag: Tag) -> str:
-        asked.append(tag.name)
-        return "3 NaN" if tag.name == "s100" else ""
-
-    outcomes(replace(RUN, unhealthy=look))
-    assert asked == ["s1000", "s100", "s11"]
-
-
 def test_those_after_the_newest_healthy_one_are_told() -> None:
     run = changed(ill(RUN, "s10", "s100", "s1000"), "s1000", changed_ns=NOW)
     found = outcomes(run)
@@ -310,7 +293,7 @@ class History:
         counted = self.healthy({**self.tags, **self.trashed}, rules.keep_last)
         for outcome in found:
             name, action = outcome.tag, outcome.action
-            if action == DELETED:
+            if action == TRASHED:
                 tag = self.trashed[name] = self.tags.pop(name)
                 self.archives.trashed[name] = self.now
                 assert (tag.problem, tag.is_linked, rules.delete) == (None, False, True)
@@ -332,7 +315,7 @@ class History:
             else:
                 assert action in (KEPT, AMBIGUOUS, ARCHIVED, IN_TRASH)
         again = {(one.tag, one.action) for one in self.decided(rules)}
-        moves = {DELETED, WEIGHTS_ONLY, *([PURGED] if rules.grace else [])}
+        moves = {TRASHED, WEIGHTS_ONLY, *([PURGED] if rules.grace else [])}
         assert not [action for _, action in again if action in moves]
 
 

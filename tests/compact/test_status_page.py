@@ -25,7 +25,7 @@ def test_the_page_holds_the_status_and_what_is_in_the_run(
     (one,) = document_of(html)["runs"]
     wanted = json.loads(json.dumps(asdict(api.compact_status(run, archive))))
     assert {key: one[key] for key in wanted} == wanted
-    assert [tag["state"] for tag in one["tags"]] == ["removed"]
+    assert [tag["state"] for tag in one["tags"]] == ["purged"]
     assert [tag["tag"] for tag in one["present"]] == [tag_of(step) for step in STEPS[1:]]
     assert one["latest"] == tag_of(STEPS[-1])
     newest = one["present"][-1]

@@ -20,7 +20,7 @@ from tests.released.versions import Version, add_released, export
 KEPT: Final = Path(__file__).with_name("kept")
 STATES: Final = {
     "global_step10": "weights only",
-    "global_step20": "removed",
+    "global_step20": "purged",
     "global_step30": "in the trash",
     "global_step40": "archived",
 }

@@ -5,23 +5,17 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from streamshard.cli.text.tables import facts_text, table
-from streamshard.operations.compact.compact_report import (
-    DELETED,
-    KEPT,
-    CompactedTag,
-    Compaction,
-    RunRecord,
-)
-from streamshard.operations.compact.compact_status import GONE, STATES, CompactStatus
-from streamshard.operations.compact.receipts import ARCHIVED
+from streamshard.operations.compact.compact_report import KEPT, CompactedTag, Compaction, RunRecord
+from streamshard.operations.compact.compact_status import GONE, CompactStatus
+from streamshard.operations.compact.receipts import ARCHIVED, TRASHED
 from streamshard.sizes import counted, show_bytes, some_of
 
 
 def compaction_text(found: Compaction, *, verbose: bool) -> str:
     """Summarize what `compact` did or would do; if verbose or a dry run, with a table of tags."""
-    counts = Counter(_shown(tag.action) for tag in found.tags)
+    counts = Counter(tag.action for tag in found.tags)
     line = f"{found.run_dir}: {'dry run: ' if found.is_dry_run else ''}{_counts(counts)}"
-    archived = [tag for tag in found.tags if tag.action in (ARCHIVED, DELETED)]
+    archived = [tag for tag in found.tags if tag.action in (ARCHIVED, TRASHED)]
     if archived and not found.is_dry_run:
         own = sum(tag.archive_bytes - tag.shared_bytes for tag in archived)
         whole = sum(tag.source_bytes for tag in archived)
@@ -50,12 +44,7 @@ def _row(tag: CompactedTag) -> Sequence[object]:
     sizes = map(_size, (tag.source_bytes, tag.archive_bytes, tag.shared_bytes))
     # An error is long, and standard error shows it anyway.
     why = "listed on standard error" if tag.needs_attention else tag.reason
-    return tag.tag, _shown(tag.action), *sizes, why
-
-
-def _shown(action: str) -> str:
-    # The tag can still be brought back, and its space is not free until the trash is emptied.
-    return "moved to trash" if action == DELETED else action
+    return tag.tag, tag.action, *sizes, why
 
 
 def _size(nbytes: int) -> str:
@@ -68,11 +57,10 @@ def status_text(found: CompactStatus, *, verbose: bool) -> str:
     Tags whose originals are gone only add up with time: if not verbose, they are counted.
     """
     counts = Counter(tag.state for tag in found.tags)
-    states = {state: counts[state] for state in STATES if counts[state]}
     facts = [
         ("run", found.run_dir),
         ("archives", f"{found.archive_dir}, {show_bytes(found.archive_bytes)}"),
-        ("tags", _counts(states) if states else "none archived"),
+        ("tags", _counts(counts) if counts else "none archived"),
         ("trash", f"{show_bytes(found.trash_bytes)}, free when it is emptied"),
         ("saved", _signed(found.saved_bytes)),
         ("last run", _run_text(found.last_run)),
@@ -108,7 +96,7 @@ def _run_text(run: RunRecord | None) -> str:
     began = f"began {_minute(run.began)}"
     if not run.ended:
         return f"{began}, and has not ended: it is running, or was killed"
-    outcome = run.error or _counts({_shown(what): n for what, n in run.actions.items()})
+    outcome = run.error or _counts(run.actions)
     return f"{began}, ended {_minute(run.ended)} with exit code {run.exit_code}: {outcome}"
 
 

@@ -1,6 +1,6 @@
 """Makes the archive of one tag: a store without derived weights, which shares equal files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -220,24 +220,18 @@ def _may_share(archived: ArchivedTag) -> bool:
     return not (is_object(archived.store) or archived.is_packed)
 
 
-def _earlier(archived: ArchivedTag) -> Iterator[ArchivedTag]:
-    """Yield the other archives of a directory that are complete."""
-    for other in ArchivedTag.all_in(archived.directory):
-        with suppress(SourceError):  # their files are then stored once more
-            receipt = other.read_receipt() if other.tag != archived.tag else None
-            if receipt is not None and receipt.state != BEGUN:
-                yield other.named_by(receipt)
-
-
 def _earlier_files(archived: ArchivedTag) -> dict[str, Path]:
-    """Return SHA-256 → a file that has it, according to the lists of earlier archives."""
-    found: dict[str, Path] = {}
-    for other in _earlier(archived):
-        if not other.is_packed:
-            with suppress(SourceError):
-                for path, digest in other.read_sums().items():
-                    found.setdefault(digest, other.store / path)
-    return found
+    """Return SHA-256 → a file that has it, according to the lists of complete earlier archives."""
+    files: dict[str, Path] = {}
+    for archive in ArchivedTag.all_in(archived.directory):
+        with suppress(SourceError):  # their files are then stored once more
+            receipt = archive.read_receipt() if archive.tag != archived.tag else None
+            if receipt is None or receipt.state == BEGUN or receipt.packed:
+                continue
+            earlier = archive.named_by(receipt)
+            for path, digest in earlier.read_sums().items():
+                files.setdefault(digest, earlier.store / path)
+    return files
 
 
 def _link(known: Path, path: Path, digest: str, proofs: ProofContext) -> bool:

@@ -4,7 +4,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
@@ -17,12 +17,7 @@ from streamshard.errors import Option, SourceNotFoundError, UsageError
 from streamshard.io.entries import is_directory, is_real_directory, lexists, paths_in, resolve
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path, is_object
-from streamshard.operations.compact.compact_report import (
-    BROUGHT_BACK,
-    DELETED,
-    CompactedTag,
-    Compaction,
-)
+from streamshard.operations.compact.compact_report import CompactedTag, Compaction
 from streamshard.operations.compact.compact_run import CompactRun
 from streamshard.operations.compact.prune import matches, require_pattern
 from streamshard.operations.compact.run_context import TagProgress
@@ -32,8 +27,6 @@ from streamshard.transfer.report import Watched
 from streamshard.verb_options import CompactOptions
 
 _WILD: Final = re.compile(r"[*?[]")
-
-_DELETE: Final = Option("delete", True)
 
 
 class _Compact(CompactOptions, Watched):
@@ -80,9 +73,9 @@ def compact(options: _Compact) -> Compaction:
     found = tuple(run.results())
     seconds = time.monotonic() - began
     patterns = () if options.is_by_hand else options.keep_tags
-    notes = [*_unmatched(patterns, found), *_about_trash(found, options.grace)]
+    notes = tuple(_unmatched(patterns, found))
     places = str(options.run_dir), str(options.archive_dir)
-    return Compaction(*places, options.dry_run, found, seconds, tuple(notes))
+    return Compaction(*places, options.dry_run, found, seconds, notes)
 
 
 def _require_for_cluster(options: CompactOptions) -> None:
@@ -98,17 +91,6 @@ def _unmatched(patterns: Sequence[str], tags: Sequence[CompactedTag]) -> Iterato
     for pattern in patterns:
         if not any(matches(tag.tag, pattern) for tag in tags):
             yield f"{Option('keep_tags', [pattern])}: no tag has such a name"
-
-
-def _about_trash(tags: Sequence[CompactedTag], grace: timedelta) -> Iterator[str]:
-    """Say what a later run will do with tags that were moved into the trash or brought back."""
-    actions = {tag.action for tag in tags}
-    if DELETED in actions:
-        after = Option("grace", grace)
-        yield f"space in the trash is freed by the first run with {_DELETE} after {after}"
-    if BROUGHT_BACK in actions:
-        keeps = Option("keep_tags")
-        yield f"a run with {_DELETE} moves it to the trash again, unless {keeps} names it"
 
 
 def _require_apart(run_dir: Path, archive_dir: Path) -> None:

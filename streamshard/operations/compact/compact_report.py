@@ -12,7 +12,6 @@ from streamshard.operations.compact.receipts import JsonRecord, Receipt, parse_m
 
 KEPT: Final = "kept"
 READY: Final = "archived before"
-DELETED: Final = "deleted"
 IN_TRASH: Final = "in the trash"
 ACKNOWLEDGED: Final = "acknowledged"
 BROUGHT_BACK: Final = "brought back"
@@ -27,23 +26,21 @@ LAST_RUN: Final = f"{names.OWN_PREFIX}.last_run.json"
 class CompactedTag:
     """The result for one tag; of a dry run, the expected result."""
 
-    RETIRED: ClassVar[tuple[str, ...]] = ("repeated_bytes",)
+    RETIRED: ClassVar[tuple[str, ...]] = ("dropped_bytes", "repeated_bytes")
 
     tag: str
     step: int | None
     """The number at the end of its name."""
     action: str
-    """`kept`, `archived`, `archived before`, `deleted` (that is, moved into the trash), `in the
-    trash`, `purged`, `brought back`, `acknowledged`, `weights only`; `ambiguous` or `failed` if the
-    user has to look."""
+    """`kept`, `archived`, `archived before`, `trashed` now or earlier (`in the trash`), `purged`,
+    `weights only`, `brought back`, `acknowledged`; `ambiguous` or `failed` if the user has to
+    look."""
     reason: str
     """The reason, or the error."""
     source_bytes: int = 0
     archive_bytes: int = 0
     """Size of its archive, including files that it shares with earlier archives."""
     shared_bytes: int = 0
-    dropped_bytes: int = 0
-    """Bytes of optimizer states that were dropped from its archive."""
     exit_code: int = 0
     """Exit code of the error; 6 if it is kept and `unhealthy`."""
     unhealthy: str = ""

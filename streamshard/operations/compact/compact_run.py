@@ -95,7 +95,7 @@ class CompactRun:
         self._before = RunDirectory((), None)
         self._healths = TagHealths(self._context, remembers=not options.dry_run)
 
-    def results(self) -> Iterator[CompactedTag]:
+    def results(self) -> list[CompactedTag]:
         options = self._options
         if options.delete and not options.is_by_hand:
             self._require_archives()
@@ -105,11 +105,8 @@ class CompactRun:
                 remove_unfinished(self._context.archive_dir)
                 remove_rebuilt(self._context.archive_dir)
             if options.is_by_hand:
-                yield from self._carried_out(self._by_hand())
-            elif options.dry_run:
-                yield from self._by_rules()
-            else:
-                yield from self._recorded(self._by_rules())
+                return self._carried_out(self._by_hand())
+            return self._by_rules() if options.dry_run else self._recorded()
 
     def _lock(self, stack: ExitStack) -> None:
         """Lock the archives' directory, and the run directory if anything in it may be moved."""
@@ -142,14 +139,13 @@ class CompactRun:
             message = f"{message} {context.run_dir} ({tags}). Is it mounted, and is it the"
             raise IncompleteError(f"{message} directory of their archives? Nothing was done")
 
-    def _recorded(self, results: Iterator[CompactedTag]) -> Iterator[CompactedTag]:
-        """Record before the results that the run began, and after them how it ended.
+    def _recorded(self) -> list[CompactedTag]:
+        """Run by the rules, and record before it that it began, and after it how it ended.
 
         What cannot be recorded stops nothing; in the end it is one result more.
         """
         context, options, now = self._context, self._options, self._context.now
         path, start = context.archive_dir / LAST_RUN, time.monotonic()
-        done: list[CompactedTag] = []
         begun = RunRecord(
             str(context.run_dir),
             str(context.archive_dir),
@@ -158,44 +154,45 @@ class CompactRun:
             deletes=options.delete,
         )
 
-        def write(error: StreamshardError | None = None) -> None:
+        def write(results: list[CompactedTag], error: StreamshardError | None = None) -> None:
             at = show_moment(now + timedelta(seconds=time.monotonic() - start))
-            begun.after(done, error, at).write(path)
+            begun.after(results, error, at).write(path)
 
         with suppress(TargetError):
             begun.write(path)
         try:
-            for result in results:
-                done.append(result)
-                yield result
+            results = self._by_rules()
         except StreamshardError as error:
             with suppress(TargetError):
-                write(error)
+                write([], error)
             raise
         try:
-            write()
+            write(results)
         except TargetError as error:
-            yield CompactedTag.failed(LAST_RUN, error)
+            results.append(CompactedTag.failed(LAST_RUN, error))
+        return results
 
     def _by_hand(self) -> Iterator[CompactedTag]:
         options = self._options
         if options.acknowledge:
             self._before = self._first_look()
         kept = "kept, and reported again when a file in it changes or another problem appears"
+        deletes, keeps = Option("delete", True), Option("keep_tags")
+        back = f"a run with {deletes} moves it to the trash again, unless {keeps} names it"
         requests = (
             (options.acknowledge, compact_report.ACKNOWLEDGED, kept),
-            (options.undelete, compact_report.BROUGHT_BACK, "its archive stays where it is"),
+            (options.undelete, compact_report.BROUGHT_BACK, back),
             (options.purge, receipts.PURGED, "asked for"),
         )
         for tags, action, reason in requests:
             yield from (CompactedTag.of(tag, action, reason) for tag in tags)
 
-    def _by_rules(self) -> Iterator[CompactedTag]:
+    def _by_rules(self) -> list[CompactedTag]:
         context = self._context
         self._before = self._first_look()
         outcomes = [*prune(self._before, context, self._options, context.now)]
         self._healths.record(self._before)
-        yield from self._carried_out(outcomes)
+        return self._carried_out(outcomes)
 
     def _first_look(self) -> RunDirectory:
         """Scan the run directory, and refuse it if nothing in it may be removed."""
@@ -215,21 +212,22 @@ class CompactRun:
         # Reading takes time, in which others may go on to change the directory.
         return replace(run, unhealthy=self._healths.recall, acknowledged=by_user)
 
-    def _carried_out(self, outcomes: Iterable[CompactedTag]) -> Iterator[CompactedTag]:
-        """Do what was decided, and yield the results; an error is one too."""
+    def _carried_out(self, outcomes: Iterable[CompactedTag]) -> list[CompactedTag]:
+        """Do what was decided; returns the results, of which an error is one too."""
+        results = []
         for outcome in outcomes:
             self._progress.tag = outcome.tag
             try:
-                result = self._carry_out(outcome)
+                results.append(self._carry_out(outcome))
             except StreamshardError as error:
                 failed = CompactedTag.failed(outcome.tag, error)
-                result = replace(failed, source_bytes=outcome.source_bytes)
-            yield result
+                results.append(replace(failed, source_bytes=outcome.source_bytes))
+        return results
 
     def _carry_out(self, outcome: CompactedTag) -> CompactedTag:
         tag, options, context = outcome.tag, self._options, self._context
         match outcome.action:
-            case receipts.ARCHIVED | compact_report.DELETED:
+            case receipts.ARCHIVED | receipts.TRASHED:
                 return self._archive(outcome)
             case receipts.PURGED:
                 return self._purge(outcome)
@@ -237,7 +235,7 @@ class CompactRun:
                 again = self._decided_again(outcome)
                 if again.action != outcome.action:
                     return again
-                return outcome if options.dry_run else drop_states(context, tag)
+                return outcome if options.dry_run else drop_states(context, outcome)
             case compact_report.ACKNOWLEDGED:
                 self._acknowledge(tag)
             case compact_report.BROUGHT_BACK if options.dry_run:
@@ -249,7 +247,7 @@ class CompactRun:
     def _archive(self, outcome: CompactedTag) -> CompactedTag:
         """Archive a tag if it is not archived yet, and move it to the trash if it is to go."""
         tag, context, is_dry_run = outcome.tag, self._context, self._options.dry_run
-        goes = outcome.action == compact_report.DELETED
+        goes = outcome.action == receipts.TRASHED
         receipt, proof = self._archived(tag), None
         if is_dry_run and (receipt is None or goes):  # it is stored, or rebuilt, there
             require_space(context.archived(tag).store, outcome.source_bytes)
@@ -318,13 +316,9 @@ class CompactRun:
             raise UsageError(message)
         rules = self._options.replaced(min_age=timedelta())
         outcome = next(prune(run, self._context, rules, self._context.now, tag))
-        if outcome.action == compact_report.KEPT:
-            raise UsageError(f"kept anyway ({outcome.reason}), so there is nothing to acknowledge")
         if outcome.action != compact_report.AMBIGUOUS:
-            message = "it can be opened, and no rule keeps it"
-            raise UsageError(
-                f"{message}; {Option('keep_tags', [tag])} in every run leaves it alone"
-            )
+            message = f"not ambiguous: {outcome.reason}; {Option('keep_tags', [tag])} in every run"
+            raise UsageError(f"{message} leaves it alone")
         if not self._options.dry_run:
             _acknowledge(self._context, there[tag])
 
@@ -332,7 +326,7 @@ class CompactRun:
         """Decide about a tag again, from what is there now: the run may have begun long ago."""
         tag, before, run = outcome.tag, self._before, self._scanned(self._before)
         reason = refusal(run)
-        if reason is None and outcome.action == compact_report.DELETED:
+        if reason is None and outcome.action == receipts.TRASHED:
             now = run.by_name.get(tag)
             if now is None or now.looks != before.by_name[tag].looks:
                 reason = "changed while it was watched"
@@ -344,8 +338,7 @@ class CompactRun:
         if reason is not None:
             raise self._kept_now(tag, reason)
         at = max(self._context.now, datetime.now(UTC))
-        decided = [*prune(run, self._context, self._options, at, tag)]
-        again = [now for now in decided if now.tag == tag]
+        again = [*prune(run, self._context, self._options, at, tag)]
         same = [now for now in again if now.action == outcome.action]
         changed = CompactedTag.of(tag, compact_report.KEPT, "it changed during this run")
         return [changed, *again, *same][-1]

@@ -1,40 +1,44 @@
-"""What `compact` has done so far: the tags archived, in the trash or gone, and the last run."""
+"""What `compact` has done so far, as a report or on a page: tags archived, in the trash or gone."""
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Final
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
 
-from streamshard.errors import SourceError
+from streamshard.drawing.page import page
+from streamshard.errors import SourceError, StreamshardError, release_frames
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.entries import exists, lexists
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
 from streamshard.operations.compact.compact_report import IN_TRASH, LAST_RUN, RunRecord
-from streamshard.operations.compact.prune import by_step
+from streamshard.operations.compact.prune import Tag, by_step
 from streamshard.operations.compact.receipts import (
     ARCHIVED,
     BEGUN,
+    PURGED,
     WEIGHTS_ONLY,
     ArchivedTag,
     Receipt,
+    moment_of,
     show_moment,
 )
-from streamshard.operations.compact.run_directory import directory_status, require_on_disk
+from streamshard.operations.compact.run_directory import (
+    directory_status,
+    require_on_disk,
+    scan_run_directory,
+)
 from streamshard.operations.compact.tag_health import HealthRecord, TagHealth
 from streamshard.operations.compact.trash import Trash
+from streamshard.operations.inspect.inspect_report import FileSummary
+from streamshard.operations.inspect.page_file import require_free, write_page
+from streamshard.transfer.target import require_separate
 from streamshard.verb_options import DEFAULT_GRACE
 
-_ARCHIVING: Final = "archiving"
-_GOING: Final = "being removed"
-_REMOVED: Final = "removed"
 _UNREADABLE: Final = "unreadable"
-STATES: Final = (
-    _ARCHIVING, ARCHIVED, IN_TRASH, _GOING, _REMOVED, WEIGHTS_ONLY, _UNREADABLE
-)  # fmt: skip
-GONE: Final = (_REMOVED, WEIGHTS_ONLY)
+GONE: Final = (PURGED, WEIGHTS_ONLY)
 """States in which the original is gone."""
 
 
@@ -46,9 +50,9 @@ class TagStatus:
     step: int | None
     """The number at the end of its name."""
     state: str
-    """`archiving`, or its making was interrupted; `archived`, and the original is where it was; `in
-    the trash`; `being removed` from there; `removed`, as the original is gone; `weights only`, as
-    the archive's optimizer states are gone too; `unreadable`, of a receipt."""
+    """`begun`, as its archive is not complete; `archived`, and the original is where it was; `in
+    the trash`; `purged`, as the original is gone, or about to be; `weights only`, as the archive's
+    optimizer states are gone too; `unreadable`, of a receipt."""
     archived: str = ""
     """Time of archiving in UTC, in ISO 8601."""
     trash_until: str = ""
@@ -127,7 +131,7 @@ def compact_status(
         archive_dir=str(archive),
         tags=tuple(found),
         archive_bytes=sum(tag.archive_bytes for tag in found),
-        trash_bytes=sum(tag.source_bytes for tag in found if tag.state in (IN_TRASH, _GOING)),
+        trash_bytes=sum(tag.source_bytes for tag in found if tag.state == IN_TRASH),
         saved_bytes=sum(tag.source_bytes - tag.archive_bytes for tag in gone),
         last_run=last,
         newest_healthy="" if good is None else good[1],
@@ -146,14 +150,14 @@ def _read_tags(run_dir: Path, archive_dir: Path) -> list[TagHealth]:
 
 def _tags(run_dir: Path, archive_dir: Path, grace: timedelta) -> Iterator[TagStatus]:
     trash = Trash(run_dir)
-    in_trash, going = {*trash.tags()}, {*trash.being_removed()}
+    in_trash, being_removed = {*trash.tags()}, {*trash.being_removed()}
     for archived in ArchivedTag.all_in(archive_dir):
         step, until = step_of(archived.tag), ""
         try:
             receipt = archived.read_receipt()
             if receipt is None:
                 continue  # removed meanwhile
-            state = _state(receipt, trash, in_trash, going)
+            state = _state(receipt, run_dir, in_trash, being_removed)
             if state == IN_TRASH:
                 until = show_moment(archived.since(receipt.trashed, "in the trash") + grace)
         except (SourceError, OverflowError) as error:
@@ -170,15 +174,50 @@ def _tags(run_dir: Path, archive_dir: Path, grace: timedelta) -> Iterator[TagSta
         )
 
 
-def _state(receipt: Receipt, trash: Trash, in_trash: set[str], going: set[str]) -> str:
+def _state(receipt: Receipt, run_dir: Path, in_trash: set[str], being_removed: set[str]) -> str:
     """Say what is left of a tag; where its files are counts more than what its receipt says."""
     tag = receipt.tag
-    if tag in going:
-        return _GOING
+    if tag in being_removed:
+        return PURGED
     if tag in in_trash:
         return IN_TRASH
     if receipt.state in (BEGUN, WEIGHTS_ONLY):
-        return _ARCHIVING if receipt.state == BEGUN else WEIGHTS_ONLY
-    original = trash.run_dir / tag
+        return receipt.state
+    original = run_dir / tag
     with source_errors(original):
-        return ARCHIVED if lexists(original) else _REMOVED
+        return ARCHIVED if lexists(original) else PURGED
+
+
+def draw_status(found: Sequence[CompactStatus], html: str | os.PathLike[str]) -> FileSummary:
+    """Write a page of the state of runs, with the tags in them as their headers tell."""
+    path = as_path(html)
+    require_free(path)
+    for status in found:
+        for place in (status.run_dir, status.archive_dir):
+            require_separate(as_path(place), path)
+    document = {
+        "runs": [{**asdict(status), **_content(as_path(status.run_dir))} for status in found]
+    }
+    title = PurePosixPath(found[0].run_dir).name if len(found) == 1 else f"{len(found):,} runs"
+    return write_page(path, page(title, document))
+
+
+def _content(run_dir: Path) -> dict[str, Any]:
+    """Describe the tags in a run directory, and say which one a job resumes from."""
+    try:
+        run = scan_run_directory(run_dir)
+    except StreamshardError as error:
+        release_frames(error)
+        return {"latest": None, "problem": str(error), "present": []}
+    tags = [_described(tag) for tag in sorted(run.tags, key=lambda tag: by_step(tag.name))]
+    return {"latest": run.latest, "problem": run.problem, "present": tags}
+
+
+def _described(tag: Tag) -> dict[str, Any]:
+    return {
+        "tag": tag.name,
+        "step": step_of(tag.name),
+        "nbytes": tag.nbytes,
+        "changed": show_moment(moment_of(tag.changed_ns)),
+        "problem": tag.problem,
+    }

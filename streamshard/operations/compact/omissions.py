@@ -96,6 +96,8 @@ def without_states(source: Source, *, at: str, why: str) -> Source:
 
 def narrowed(source: Source, left_out: Collection[int]) -> Source:
     """Return a source without some tensors, and without the sidecars among them."""
+    if not left_out:
+        return source
     kept = [number for number in range(len(source.checkpoint.tensors)) if number not in left_out]
     checkpoint = store_state.without(source.checkpoint, left_out)
     return source.take(kept, checkpoint, _alone(source, left_out))

@@ -10,14 +10,8 @@ from typing import Protocol
 
 from streamshard.errors import IntegrityError, Option, SourceError, StreamshardError, UsageError
 from streamshard.formats.deepspeed.names import step_of
-from streamshard.operations.compact.compact_report import (
-    AMBIGUOUS,
-    DELETED,
-    IN_TRASH,
-    KEPT,
-    CompactedTag,
-)
-from streamshard.operations.compact.receipts import ARCHIVED, PURGED, WEIGHTS_ONLY
+from streamshard.operations.compact.compact_report import AMBIGUOUS, IN_TRASH, KEPT, CompactedTag
+from streamshard.operations.compact.receipts import ARCHIVED, PURGED, TRASHED, WEIGHTS_ONLY
 from streamshard.sizes import ordinal, show_duration, show_time
 from streamshard.verb_options import CompactOptions
 
@@ -202,7 +196,7 @@ class _Pruning:
                 return _of(tag, KEPT if is_known else AMBIGUOUS, reason + more, code)
         for reason in _protected(tag, run, rules, step, newest):
             return _kept(tag, reason, step, newest)
-        return _of(tag, DELETED if rules.delete else ARCHIVED, "no rule keeps it")
+        return _of(tag, TRASHED if rules.delete else ARCHIVED, "no rule keeps it")
 
     def in_trash(self, name: str) -> CompactedTag:
         """Decide about a tag in the trash, which stays if a rule would keep it in its place."""

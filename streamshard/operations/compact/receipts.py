@@ -137,7 +137,7 @@ class SourceRecord:
         for word, name in _LOOKS.items():
             found, known = (getattr(side, name) for side in (now, self))
             if found != known:
-                shown = [_moment(v) if word == _TIME else str(v) for v in (found, known)]
+                shown = [_precise(v) if word == _TIME else str(v) for v in (found, known)]
                 return f"has {word} {shown[0]}, was archived with {shown[1]}"
         return ""
 
@@ -186,7 +186,7 @@ class Receipt(JsonRecord):
     """The record of one tag and its archive."""
 
     ADVICE: ClassVar[str] = "look into it"
-    RETIRED: ClassVar[tuple[str, ...]] = ("dropped_states", "etags", "repeated_bytes")
+    RETIRED: ClassVar[tuple[str, ...]] = ("dropped_states", "etags", "full_bytes", "repeated_bytes")
 
     tag: str
     run_dir: str
@@ -211,8 +211,6 @@ class Receipt(JsonRecord):
     """Bytes of the archive's files that are links to equal files in earlier archives."""
     dropped: str = ""
     """Time at which dropping the optimizer states was decided; the archive records it too."""
-    full_bytes: int = 0
-    """Size of the full archive before the states were dropped; 0 while it has them."""
     sums_sha256: str = ""
     """SHA-256 of the list of the archive's files when the archive was last compared with its
     original; empty before it."""
@@ -221,7 +219,7 @@ class Receipt(JsonRecord):
     def require_sound(self) -> None:
         for moment in filter(None, (self.archived, self.trashed, self.purged, self.dropped)):
             parse_moment(moment)
-        sizes = self.source_bytes, self.archive_bytes, self.shared_bytes, self.full_bytes
+        sizes = self.source_bytes, self.archive_bytes, self.shared_bytes
         if not all(0 <= nbytes < _MOST_BYTES for nbytes in sizes):
             raise ValueError("holds a size that nothing has")
 
@@ -364,12 +362,8 @@ class ArchivedTag:
         return sorted(self.statuses())
 
 
-def _moment(epoch_ns: int) -> str:
-    try:
-        moment = datetime.fromtimestamp(epoch_ns // 10**9, UTC)
-    except (OSError, OverflowError, ValueError):  # some file systems keep any number
-        return f"{epoch_ns} ns"
-    return f"{moment:%Y-%m-%d %H:%M:%S}.{epoch_ns % 10**9:09d} UTC"
+def _precise(epoch_ns: int) -> str:
+    return f"{moment_of(epoch_ns):%Y-%m-%d %H:%M:%S}.{epoch_ns % 10**9:09d} UTC"
 
 
 def _line(path: str, digest: str) -> str:

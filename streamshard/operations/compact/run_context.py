@@ -1,6 +1,6 @@
 """What all steps of a run of `compact` share: directories, time, limits, and SHA-256 of files."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -70,7 +70,7 @@ class ProofContext:
         return self.limits.workers or memory_limits.default_workers()
 
     def hash_all(self, paths: Sequence[Path], below: Path | None = None) -> list[str]:
-        """Compute the SHA-256 of files as they are now, bypassing the page cache.
+        """Compute the SHA-256 of files as they are now on the disk, bypassing the page cache.
 
         Most of `below` are these paths, so in a bucket it is listed.
         """
@@ -79,7 +79,21 @@ class ProofContext:
                 list_ahead(below)
             files = [identify(path) for path in paths]
         self.progress.start(sum(file.nbytes for file in files))
-        return _sha256_of(files, self.progress.advance, workers=self._workers(files))
+        with ThreadPoolExecutor(self._workers(files)) as pool:
+            return list(pool.map(self._hash, files))
+
+    def _hash(self, file: SourceFile) -> str:
+        drop_file(file.path)
+        digest, view, offset = sha256(), memoryview(bytearray(_READ_BYTES)), 0
+        ahead = ahead_of([file.path]).ahead if is_object(file.path) else 0
+        with open_readable(file.path, file) as stream:
+            while count := stream.read_into(view, offset):
+                offset += count
+                if ahead:
+                    stream.will_need(offset, ahead)
+                digest.update(view[:count])
+                self.progress.advance(count)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,28 +158,3 @@ class RunContext:
             message = f"{self.run_dir}: is another directory, or on another device, than the one"
             raise CorruptFileError(f"{message} whose tag was archived; is that one elsewhere?")
         return ""
-
-
-def _sha256_of(
-    files: Sequence[SourceFile], progress: Callable[[int], None], *, workers: int
-) -> list[str]:
-    """Compute the SHA-256 of each file from the disk, not from the page cache.
-
-    Of an object it is that of the version which is given.
-    """
-
-    def hash_one(known: SourceFile) -> str:
-        drop_file(known.path)
-        digest, view, offset = sha256(), memoryview(bytearray(_READ_BYTES)), 0
-        ahead = ahead_of([known.path]).ahead if is_object(known.path) else 0
-        with open_readable(known.path, known) as file:
-            while count := file.read_into(view, offset):
-                offset += count
-                if ahead:
-                    file.will_need(offset, ahead)
-                digest.update(view[:count])
-                progress(count)
-        return digest.hexdigest()
-
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(hash_one, files))

@@ -41,7 +41,6 @@ from streamshard.operations.compact.receipts import (
 from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.convert.convert import store_output
 from streamshard.operations.convert.store_targets import KeptArrays
-from streamshard.sizes import show_bytes
 from streamshard.source.source import Source, open_source
 from streamshard.transfer.plan import plan_output
 from streamshard.transfer.target import is_there, partial_of
@@ -94,11 +93,11 @@ class WeightsOnlyStore:
         plan_output(options, output, target, limits.floor_bytes).run(progress)
 
 
-def drop_states(context: RunContext, tag: str) -> CompactedTag:
+def drop_states(context: RunContext, outcome: CompactedTag) -> CompactedTag:
     """Drop the states of an archive, or remove the rest of a full one; return the result."""
-    receipt = context.archived(tag).require_receipt()
-    full = context.archived(tag).full_of(receipt)
-    result = CompactedTag.of(tag, WEIGHTS_ONLY, "")
+    archived = context.archived(outcome.tag)
+    receipt = archived.require_receipt()
+    full = archived.full_of(receipt)
     if receipt.state != WEIGHTS_ONLY:
         dropped_at = receipt.dropped or show_moment(context.now)
         store = WeightsOnlyStore.of(
@@ -111,15 +110,10 @@ def drop_states(context: RunContext, tag: str) -> CompactedTag:
                 reason = "its optimizer has states that are kept in the files of the ranks"
             elif not checkpoint.layout.stage:
                 reason = "saved without ZeRO (stage 0), whose states cannot be distinguished"
-            return replace(result, action=compact_report.KEPT, reason=reason)
+            return replace(outcome, action=compact_report.KEPT, reason=reason)
         receipt = _make(context, receipt, store)
     _remove_full(context, full)
-    nbytes = receipt.full_bytes - receipt.archive_bytes
-    return replace(
-        result.with_sizes(receipt),
-        reason=f"no job can resume from it; {show_bytes(nbytes)} of optimizer states dropped",
-        dropped_bytes=nbytes,
-    )
+    return outcome.with_sizes(receipt)
 
 
 def _make(context: RunContext, receipt: Receipt, store: WeightsOnlyStore) -> Receipt:
@@ -168,7 +162,6 @@ def _proved(
     return weights.record(
         receipt,
         WEIGHTS_ONLY,
-        full_bytes=receipt.archive_bytes,
         archive_bytes=sum(stat.nbytes for stat in statuses.values()),
         # The full archive has one link to a kept file, and this archive another.
         shared_bytes=sum(stat.nbytes for stat in statuses.values() if stat.links > 2),
