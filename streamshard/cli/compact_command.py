@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -15,14 +17,16 @@ from streamshard.cli.text.compact_text import compaction_text, problem_text, sta
 from streamshard.cli.text.escaping import one_line
 from streamshard.errors import (
     SourceError,
+    SourceNotFoundError,
     StreamshardError,
     TargetLockedError,
     UsageError,
     memory_errors,
 )
 from streamshard.io.changes import make_directory
-from streamshard.io.files import target_errors
-from streamshard.io.object_path import as_path
+from streamshard.io.entries import is_directory, is_real_directory, lexists, paths_in
+from streamshard.io.files import source_errors, target_errors
+from streamshard.io.object_path import as_path, is_object
 from streamshard.io.throttle import lower_priority
 from streamshard.operations.compact import compact
 from streamshard.operations.compact.compact_status import CompactStatus, compact_status, draw_status
@@ -30,6 +34,7 @@ from streamshard.operations.compact.run_directory import require_parent
 from streamshard.sizes import show_bytes
 from streamshard.verb_options import CompactOptions
 
+_WILD: Final = re.compile(r"[*?[]")
 _CHANGING: Final = ("delete", "dry_run", "undelete", "purge", "acknowledge")
 """Options that say what a run is to do."""
 
@@ -40,7 +45,7 @@ _Directories = tuple[str | Path, str | Path]
 def run_compact(arguments: argparse.Namespace) -> int:
     """Run the verb; returns the exit code."""
     _require_sense(arguments)
-    runs = compact.runs_like(arguments.run_dir, arguments.archive_dir)
+    runs = runs_like(arguments.run_dir, arguments.archive_dir)
     if arguments.status:
         _show_status(runs or [(arguments.run_dir, arguments.archive_dir)], arguments)
         return 0
@@ -137,3 +142,42 @@ def _show_status(runs: Sequence[_Directories], arguments: argparse.Namespace) ->
         tell_error(other)
     if errors:
         raise errors[0]
+
+
+def runs_like(pattern: str, archive_dir: str) -> list[tuple[Path, Path]] | None:
+    """List the run directories that a pattern matches, each with its archives' directory.
+
+    That one has the same path below `archive_dir` as the run directory below the part of the
+    pattern that has no wildcards. Links, and names that begin with a dot, are no run directories.
+    Returns None for the path of a single run directory.
+    """
+    if _WILD.search(pattern) is None:
+        return None
+    if is_object(as_path(pattern)):
+        raise UsageError(f"{pattern}: patterns match directories on a disk only")
+    if lexists(Path(pattern)):
+        return None
+    parts = Path(pattern).parts
+    first = next(number for number, part in enumerate(parts) if _WILD.search(part))
+    if any(part in ("**", "..") for part in parts[first:]):
+        raise UsageError(
+            f"{pattern}: '**' and '..' may give one run twice; use a '*' for each level"
+        )
+    root = Path(*parts[:first])
+    found = [root]
+    for part in parts[first:]:
+        with source_errors(root):
+            found = [path for directory in found for path in _matching(directory, part)]
+    if not found:
+        raise SourceNotFoundError(f"{pattern}: matches no directory")
+    return [(run, as_path(archive_dir) / os.path.relpath(run, root)) for run in sorted(found)]
+
+
+def _matching(directory: Path, pattern: str) -> list[Path]:
+    if not is_directory(directory):
+        return []
+    return [
+        path
+        for path in paths_in(directory)
+        if fnmatchcase(path.name, pattern) and path.name[0] != "." and is_real_directory(path)
+    ]

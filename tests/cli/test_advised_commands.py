@@ -145,7 +145,7 @@ ADVICES = {
     "one file": Advice(one_file, 3, r"give its directory, (.*)$", instead),
     "one dump": Advice(one_dump, 3, r"by a template, '(.*)'$", instead),
     "no zero": Advice(ranks_dumps_without_zero, 3, r"do, '(.*)'$", instead, after=3),
-    "torn": Advice(torn, 3, COMMAND, of="operations.compact.compact_run"),
+    "torn": Advice(torn, 3, COMMAND, of="operations.compact.compact"),
     "sound": Advice(
         acknowledged_sound, 2, r"(--keep-tag \S+) in", lambda given, copied: [*given[:3], *copied]
     ),

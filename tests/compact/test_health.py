@@ -206,7 +206,7 @@ def test_a_time_of_change_that_no_calendar_has_is_no_obstacle(
         run = scan_run_directory(*arguments)
         return replace(run, tags=tuple(replace(tag, changed_ns=1 << 90) for tag in run.tags))
 
-    monkeypatch.setattr("streamshard.operations.compact.compact_run.scan_run_directory", late)
+    monkeypatch.setattr("streamshard.operations.compact.compact.scan_run_directory", late)
     found = api.compact(ill_run, archive, delete=True)
     assert {*actions(found).values()} == {"kept"}
     assert api.compact_status(ill_run, archive).unhealthy_since[:4] == "9999"

@@ -433,7 +433,7 @@ def test_what_speaks_against_it_during_the_night_keeps_a_tag(
             change(run, archive)
         return scan_run_directory(run_dir, *given)
 
-    monkeypatch.setattr("streamshard.operations.compact.compact_run.scan_run_directory", late)
+    monkeypatch.setattr("streamshard.operations.compact.compact.scan_run_directory", late)
     found = api.compact(run, archive, delete=True, now=later(30) if is_trashed else None)
     (tag,) = (tag for tag in found.tags if tag.tag == FIRST)
     wanted = ("failed", 4) if what == "another trash" else ("ambiguous", 3)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import streamshard as api
+from streamshard.cli.compact_command import runs_like
 from streamshard.errors import CorruptFileError, SourceNotFoundError, TargetError, UsageError
 from streamshard.io.changes import write_durably
 from streamshard.operations.compact import receipts
-from streamshard.operations.compact.compact import runs_like
 from streamshard.operations.compact.compact_report import RunRecord
 from tests.cli.conftest import streamshard
 from tests.compact.runs import (
