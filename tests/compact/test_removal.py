@@ -81,9 +81,8 @@ def test_bringing_back(run: Path, archive: Path) -> None:
     assert actions(api.compact(run, archive, delete=True))[FIRST] == "trashed"
 
 
-@pytest.mark.parametrize("is_archived", [False, True], ids=["archive", "rebuild"])
 def test_what_was_begun_of_an_earlier_save_is_made_anew(
-    run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch, is_archived: bool
+    run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes, note_all = count(), Journal.note_all
 
@@ -92,16 +91,13 @@ def test_what_was_begun_of_an_earlier_save_is_made_anew(
             raise KeyboardInterrupt
         note_all(*given)
 
-    if is_archived:
-        api.compact(run, archive)
     monkeypatch.setattr(Journal, "note_all", be_killed)
     with pytest.raises(KeyboardInterrupt):
         api.compact(run, archive, delete=True, workers=1)
     monkeypatch.undo()
     assert tags_in(run) == ALL
-    if not is_archived:
-        shutil.rmtree(run / FIRST)
-        save_again(run, Job(tied={}))
+    shutil.rmtree(run / FIRST)
+    save_again(run, Job(tied={}))
     assert actions(api.compact(run, archive, delete=True))[FIRST] == "trashed"
 
 

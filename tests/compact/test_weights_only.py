@@ -71,6 +71,14 @@ def weights(archive: Path) -> Path:
     return archive / f"{FIRST}.weights.zarr"
 
 
+@pytest.fixture
+def dropped(run: Path, after_nights: AfterNights) -> None:
+    """It has become of it."""
+    nights = [{"delete": True, "now": later(days)} for days in (0, 8)]
+    nights += [{"weights_only_older_than": MONTH, "now": later(39)}]
+    after_nights(run.parent, "dropped", nights, JOB)
+
+
 @pytest.mark.parametrize("name", ["experts", "muon"])
 def test_all_but_the_states_is_left_as_it_was(
     name: str, tmp_path: Path, archive: Path, weights: Path
@@ -106,6 +114,9 @@ def test_all_but_the_states_is_left_as_it_was(
 def test_it_says_of_itself_what_it_lacks(
     run: Path, archive: Path, weights: Path, tmp_path: Path
 ) -> None:
+    before = bits(archive)
+    assert actions(compact(run, archive, 39, dry_run=True))[FIRST] == "weights only"
+    assert bits(archive) == before
     found = {tag.tag: tag for tag in compact(run, archive, 39).tags}[FIRST]
     api.convert(weights, tmp_path / "again.zarr", codec="none")
     for store in (weights, tmp_path / "again.zarr"):
@@ -156,11 +167,8 @@ def test_its_weights_are_exported_and_nothing_resumes(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.usefixtures("full")
-def test_a_store_whose_mark_was_taken_off_is_refused(
-    run: Path, archive: Path, weights: Path
-) -> None:
-    compact(run, archive, 39)
+@pytest.mark.usefixtures("dropped")
+def test_a_store_whose_mark_was_taken_off_is_refused(weights: Path) -> None:
     document = weights / "zarr.json"
     document.write_text(document.read_text().replace('"weights_only"', '"weights-only"'))
     with pytest.raises(SourceError, match="whether the store holds weights only"):
@@ -285,13 +293,11 @@ def with_a_list(content: dict[str, Any]) -> None:
     wrapped(content["optimizer_state_dict"])["state"][0]["Q"] = [torch.ones(3), None]
 
 
-def test_what_has_no_states_keeps_what_it_has(
-    run: Path, archive: Path, full: Path, weights: Path
-) -> None:
-    compact(run, archive, 39)
+@pytest.mark.usefixtures("dropped")
+def test_what_has_no_states_keeps_what_it_has(run: Path, archive: Path, weights: Path) -> None:
     receipt = receipt_of(archive, FIRST)
     # As if an archive of the weights alone had been archived as a full one.
-    weights.rename(full)
+    weights.rename(archive / f"{FIRST}.zarr")
     (archive / f"{FIRST}.receipt.json").write_text(json.dumps({**receipt, "state": "purged"}))
     before = bits(archive)
     found = compact(run, archive, 90).tags[-1]
@@ -299,9 +305,8 @@ def test_what_has_no_states_keeps_what_it_has(
     assert bits(archive) == before
 
 
-@pytest.mark.usefixtures("full")
+@pytest.mark.usefixtures("dropped")
 def test_a_tag_of_that_name_that_is_saved_again_is_ambiguous(run: Path, archive: Path) -> None:
-    compact(run, archive, 39)
     save(run, 80, replace(JOB, changed=None))
     (run / "latest").write_text(tag_of(1000))
     held = bits(archive)
