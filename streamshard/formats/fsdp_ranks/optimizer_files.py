@@ -264,20 +264,15 @@ class _Reading:
     def _flat_cut(
         self, path: Sequence[Node], names: Mapping[Node, tuple[str, ...]], own: Sequence[Tensor]
     ) -> CutState:
+        """Return a state of joined parameters, of which each rank has as many elements."""
         state, joined = _state_of(path, names)
-        what, parts = f"{state} of flat parameter {show(path[1])}", dict[int, Box]()
+        what = f"{state} of flat parameter {show(path[1])}"
         if len({(tensor.dtype, tensor.shape) for tensor in own}) > 1:
             raise DisagreementError(f"{what} differs in length or dtype between ranks")
-        for shard, tensor in zip(self._shards(), own, strict=True):
-            start = (shard * tensor.numel,)
-            part = parts.setdefault(shard, Box(start, tensor.require_contiguous(what), []))
-            if part.tensor is not tensor:
-                part.copies.append(tensor)
         if not {*joined} <= self._weights.keys():
             raise UnsupportedError(f"{what} is of parameters that no file of the model names")
-        shapes = [self._weights[name].shape for name in joined]
-        self._require_padding(what, sum(map(math.prod, shapes)), parts)
-        boxes = [parts[shard] for shard in range(len(parts))]
+        shapes, boxes = [self._weights[name].shape for name in joined], self._runs(what, own)
+        self._require_padding(what, sum(map(math.prod, shapes)), boxes)
         return CutState(state, joined, shapes, own[0].dtype, boxes, is_joined=True)
 
     def _piece_cut(
@@ -285,27 +280,32 @@ class _Reading:
     ) -> CutState:
         """Return a state of which each rank has a run of elements, or none."""
         state, (name,) = _state_of(path, names)
-        what, runs = f"{state} of parameter {show(path[1])}", dict[int, list[Tensor]]()
+        what = f"{state} of parameter {show(path[1])}"
+        boxes, weight = self._runs(what, own), self._weights.get(name)
+        numel = sum(box.tensor.numel for box in boxes)
+        if weight is None or numel != math.prod(weight.shape) or len({t.dtype for t in own}) > 1:
+            message = f"{what} has {numel:,} elements of all ranks, and is no state of '{name}'"
+            raise UnsupportedError(message)
+        boxes = [box for box in boxes if box.tensor.numel]
+        return CutState(state, (name,), [weight.shape], own[0].dtype, boxes)
+
+    def _runs(self, what: str, own: Sequence[Tensor]) -> list[Box]:
+        """Return the ranks' parts of what has one dimension, one behind the other."""
+        runs, boxes, start = dict[int, list[Tensor]](), list[Box](), 0
         for shard, tensor in zip(self._shards(), own, strict=True):
             runs.setdefault(shard, []).append(tensor.require_contiguous(what))
-        boxes, start = list[Box](), 0
         for shard in sorted(runs):
             first, *copies = runs[shard]
             if any((first.dtype, first.shape) != (copy.dtype, copy.shape) for copy in copies):
                 raise DisagreementError(f"{what} differs in length between replicas")
-            if first.numel:
-                boxes.append(Box((start,), first, copies))
+            boxes.append(Box((start,), first, copies))
             start += first.numel
-        weight = self._weights.get(name)
-        if weight is None or start != math.prod(weight.shape) or len({t.dtype for t in own}) > 1:
-            message = f"{what} has {start:,} elements of all ranks, and is no state of '{name}'"
-            raise UnsupportedError(message)
-        return CutState(state, (name,), [weight.shape], own[0].dtype, boxes)
+        return boxes
 
-    def _require_padding(self, what: str, numel: int, parts: Mapping[int, Box]) -> None:
+    def _require_padding(self, what: str, numel: int, boxes: Sequence[Box]) -> None:
         """Require zeros behind the last parameter: an optimizer makes none of padding."""
-        for shard, tensor in ((shard, box.tensor) for shard, box in parts.items()):
-            start = max(numel - shard * tensor.numel, 0)
+        for tensor, (begin,) in ((box.tensor, box.offset) for box in boxes):
+            start = max(numel - begin, 0)
             if start < tensor.numel:
                 itemsize = ITEMSIZE[tensor.dtype]
                 behind = tensor.offset + start * itemsize, (tensor.numel - start) * itemsize
