@@ -346,6 +346,18 @@ def _spread_experts(opened: Source, degree: int | None, world_size: int) -> Deri
     )
 
 
+def with_part_files(opened: Source) -> DerivedSource:
+    """Add the tensors in the files of a pipeline's layers, or of experts, if there are any."""
+    with of_file(opened.path):
+        laid = layered(opened)
+    checkpoint = laid.source.checkpoint
+    # Copies lie behind the tensors, and are none of the checkpoint's.
+    alone = laid.source.take(range(len(checkpoint.tensors)), checkpoint)
+    # Only shapes tell what several layers of a pipeline share: values prove it.
+    check = EqualCopies.in_files(laid).require_equal if is_pipeline(checkpoint) else None
+    return DerivedSource(source=alone, original=opened, check=check)
+
+
 class _ModelParallelism(OtherDegrees):
     def change(self, source: Source, wanted: JobDegrees) -> DerivedSource | None:
         made = _at_degrees(source, wanted)

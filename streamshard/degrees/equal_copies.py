@@ -31,7 +31,7 @@ from streamshard.formats.deepspeed.model_parallel.pipeline_layers import LayerCo
 from streamshard.formats.pickle.inert import show_few
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.model_cut import recut, whole_cut
-from streamshard.model import BLOB, FILE, ITEMSIZE, LogicalTensor
+from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, LogicalTensor
 from streamshard.operations.diff.diff import measured
 from streamshard.operations.diff.diff_report import Totals
 from streamshard.sizes import counted
@@ -99,6 +99,13 @@ class EqualCopies:
         trained = {name for name, tensor in parts.tensors.items() if tensor.group is not None}
         rounding = Rounding.of(laid.source.checkpoint)
         return cls(laid.source, found, laid.copies, averaged, trained - {*averaged}, rounding)
+
+    @classmethod
+    def in_files(cls, laid: WithLayerTensors) -> Self:
+        """Find the copies in the files of a pipeline's layers alone."""
+        checkpoint = laid.source.checkpoint
+        trained = {tensor.name for tensor in checkpoint.tensors if tensor.state == MASTER}
+        return cls(laid.source, [], laid.copies, (), trained, Rounding.of(checkpoint))
 
     def require_equal(self, memory: MemoryPlan, progress: Progress) -> Sequence[str]:
         """Refuse copies that differ by more than rounding explains; returns a note on others."""

@@ -1,4 +1,4 @@
-"""Reads the files of a pipeline's layers, where their tensors are needed one by one.
+"""Reads the files of a pipeline's layers, or of experts, where their tensors are needed one by one.
 
 A store cuts such a file into chunks at multiples of 64 bytes, to which torch aligns tensors. So no
 element lies in two chunks, and a tensor in a file is cut as regularly as the file is.
@@ -13,6 +13,8 @@ import numpy as np
 
 from streamshard.compare.comparison import Pair, SideElements
 from streamshard.errors import Option, UnsupportedError
+from streamshard.formats.deepspeed.model_parallel.expert_files import with_expert_files
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import (
     LayerCopy,
     TensorInFile,
@@ -29,25 +31,26 @@ from streamshard.source.source_access import SourceAccess, TensorBytes
 
 @dataclass(frozen=True, slots=True)
 class WithLayerTensors:
-    """A source; that of a pipeline may have the tensors of its layers."""
+    """A source; it may have the tensors in the files of a pipeline's layers, or of experts."""
 
     source: Source
     copies: Sequence[LayerCopy] = ()
-    """What the layers' files must have in common with other places."""
+    """What these files must have in common with other places."""
 
 
 def layered(opened: Source) -> WithLayerTensors:
-    """Add the tensors of a pipeline's layers to its checkpoint."""
+    """Add the tensors of a pipeline's layers, or of experts, to its checkpoint."""
     if opened.checkpoint.layers:
         return WithLayerTensors(opened)
+    read = with_layers if is_pipeline(opened.checkpoint) else with_expert_files
     with closing(_KeptFiles(opened)) as kept:
-        checkpoint, parts, copies = with_layers(opened.checkpoint, kept)
+        checkpoint, parts, copies = read(opened.checkpoint, kept)
     cutting = _with_parts(opened, parts)
     return WithLayerTensors(replace(opened, checkpoint=checkpoint, cutting=cutting), copies)
 
 
 def with_layer_pairs(opened: Source) -> tuple[Source, Sequence[Pair]]:
-    """Add the tensors of a pipeline's layers to its checkpoint, and pair copies among them."""
+    """Add the tensors of a pipeline's layers, or of experts, and pair copies among them."""
     laid = layered(opened)
     return laid.source, [*map(pair_of_copy, laid.copies)]
 

@@ -29,11 +29,12 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     layer_numbers,
 )
 from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, with_cut_info
+from streamshard.formats.deepspeed.model_parallel.pipeline_layers import refilled
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.pickle.inert import Node, show_few
 from streamshard.formats.torch.torch_tensor import Storage
-from streamshard.formats.torch.tree_copy import copied, renumbered
+from streamshard.formats.torch.tree_copy import renumbered
 from streamshard.layout.boxes import NotTiledError
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.layout.model_cut import ModelCut, Recut, recut
@@ -235,28 +236,18 @@ class _Building:
 
     def _layers(self) -> tuple[LayerFile, ...]:
         """Return the reference's files of layers, with the target's tensors in them."""
-        like = self._like.checkpoint
         rows = {
             (one.tensor.model_part, one.tensor.name): number
             for number, one in enumerate(self._made)
             if one.tensor.state == MODULE
         }
 
-        def storage(saved: Storage) -> Storage:
-            if not isinstance(saved.content, Whole):
-                return saved
-            tensor = like.tensors[saved.content.tensor]
+        def fill(tensor: LogicalTensor, saved: Storage) -> Storage:
             row = rows[tensor.model_part, tensor.name]
             return Storage(self._made[row].tensor.dtype, saved.numel, Whole(row))
 
-        for layer in like.layers:
-            if layer.state is None:
-                message = f"{LIKE}, {layer.name}: of a module that several layers share, which are"
-                raise UnsupportedError(f"{message} alike: not known which, so it cannot be cut")
-        states = copied(tuple(layer.state for layer in like.layers), storage)
-        return tuple(
-            replace(layer, state=state) for layer, state in zip(like.layers, states, strict=True)
-        )
+        like = self._like.checkpoint
+        return refilled(like.layers, like.tensors, fill, LIKE)
 
     def _model_part(self, model_part: ModelPart, groups: Sequence[ParamGroup]) -> ModelPart:
         """Return a model part of the target, without its training state."""

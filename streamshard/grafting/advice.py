@@ -6,7 +6,7 @@ data-parallel wrappers put `_orig_mod` or `module` in between.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from streamshard.formats.name_patterns import Pattern
 
@@ -53,7 +53,7 @@ def lines_of_moves(moves: Mapping[str, str], names: Sequence[str]) -> list[str]:
     return lines
 
 
-def lines_for(needed: Mapping[str, Sequence[str]], names: Mapping[str, Sequence[str]]) -> list[str]:
+def lines_for(needed: Mapping[str, Iterable[str]], names: Mapping[str, Sequence[str]]) -> list[str]:
     """Return rules that would name differences, as few lines as possible.
 
     `needed`: rule → the names that need it. `names`: rule → all names that it could match.
@@ -65,7 +65,7 @@ def lines_for(needed: Mapping[str, Sequence[str]], names: Mapping[str, Sequence[
     ]
 
 
-def _patterns_for(wanted: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+def _patterns_for(wanted: Iterable[str], names: Sequence[str]) -> Iterator[str]:
     """Yield patterns that match these names and no others."""
     alike: dict[str, list[str]] = {}
     for name in wanted:

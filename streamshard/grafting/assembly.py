@@ -8,20 +8,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
+from streamshard import registry
+from streamshard.formats.checkpoint import Checkpoint, LayerFile, ModelPart, ParamGroup
+from streamshard.formats.deepspeed.model_parallel.pipeline_layers import refilled
 from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.deepspeed.states import State
 from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.formats.torch.tree_copy import renumbered
 from streamshard.grafting.origins import Origin
 from streamshard.grafting.pieces import Leading, Piece, Pieces
 from streamshard.grafting.schedules import Origins, Parts
-from streamshard.model import MASTER, MODULE, LogicalTensor
+from streamshard.model import MASTER, MODULE, LogicalTensor, Whole
+from streamshard.source.degree_change import DerivedSource
 from streamshard.source.source import Source
 
 Dicts = tuple[Mapping[str, Node], Mapping[str, Node]]
 """Of a model file and of an optimizer file. Their storages are tensors of both sources."""
 States = Mapping[str, State] | None
+
+
+def with_part_files(source: Source) -> DerivedSource:
+    """Add the tensors in the files of a pipeline's layers, or of experts, if there are any."""
+    found: DerivedSource = registry.load(registry.WITH_PARTS)(source)
+    return found
 
 
 class Assembly(ABC):
@@ -43,8 +53,8 @@ class Assembly(ABC):
     # Who says what
 
     @abstractmethod
-    def origins(self, parts: Parts) -> Mapping[str, Origin]:
-        """Decide where each tensor of a model part of START gets its values from."""
+    def origins(self, parts: Sequence[Parts]) -> Sequence[Mapping[str, Origin]]:
+        """Decide where each tensor of each model part of START gets its values from."""
 
     @abstractmethod
     def states(
@@ -60,11 +70,22 @@ class Assembly(ABC):
 
     def parts(self) -> tuple[ModelPart, ...]:
         """Put the model parts together."""
-        both = zip(self.old.model_parts, self.new.model_parts, strict=True)
-        return tuple(self._part(parts) for parts in both)
+        both = list(zip(self.old.model_parts, self.new.model_parts, strict=True))
+        return tuple(map(self._part, both, self.origins(both)))
 
-    def _part(self, parts: Parts) -> ModelPart:
-        new, origins = parts[1], self.origins(parts)
+    def layers(self) -> tuple[LayerFile, ...]:
+        """Return START's files of layers and experts, with the tensors of the parts in them."""
+        numbered = ((n, t) for n, t in enumerate(self._tensors) if t.state in (MASTER, MODULE))
+        numbers = {(tensor.model_part, tensor.name): number for number, tensor in numbered}
+
+        def fill(tensor: LogicalTensor, saved: Storage) -> Storage:
+            number = numbers[tensor.model_part, tensor.name]
+            return Storage(saved.dtype, saved.numel, Whole(number))
+
+        return refilled(self.new.layers, self.new.tensors, fill, self.start.path)
+
+    def _part(self, parts: Parts, origins: Mapping[str, Origin]) -> ModelPart:
+        new = parts[1]
         numbers: list[int | None] = [None] * len(new.hyper_parameters)
         groups = []
         for group in new.groups:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from streamshard.errors import UsageError
 from streamshard.formats.deepspeed import ds_config
-from streamshard.grafting.grafted_source import Grafted, grafted
+from streamshard.grafting.grafted_source import grafted
 from streamshard.grafting.record import GraftReport, RuleCount
 from streamshard.grafting.rules import Rules
 from streamshard.io.entries import read_document
@@ -66,9 +66,8 @@ def _plan(options: GraftOptions) -> TransferPlan:
         start = open_source(options.start)
         require_separate(start.path, target, start.directories)
         source.require_use_of_like()
-        job = grafted(source, start, replace(rules, is_fresh=options.fresh_states))
-        counts = job.counts
-        return _output(options, rules, source, start, job)
+        job, counts = grafted(source, start, replace(rules, is_fresh=options.fresh_states))
+        return _output(options, rules, start, job)
 
     opened = partial(open_source, options.source, options, takes_bare=True)
     plan = plan_opened(options, opened, prepare)
@@ -87,20 +86,16 @@ def _read(path: Path) -> Rules:
         raise UsageError(f"{path}: {error}") from error
 
 
-def _output(
-    options: GraftOptions, rules: Rules, source: Source, start: Source, job: Grafted
-) -> Output:
+def _output(options: GraftOptions, rules: Rules, start: Source, job: DerivedSource) -> Output:
     """Decide what the files of the target are: those of a repartition of what is grafted."""
     decisive = {
         "verb": "graft",
         "rules": digest_of_settings(rules.lines),
         "fresh_states": str(options.fresh_states),
-        "sources": " ".join(digest_of_headers(one.checkpoint) for one in (source, start)),
+        "sources": " ".join(digest_of_headers(one.checkpoint) for one in (job.original, start)),
     }
-    check = job.find_means if job.is_warm else None
-    derived = DerivedSource(source=job.source, original=source, check=check)
     new, version = start.checkpoint, start.facts.ds_version
-    found = resharding_of(source, new.ranks, ds_version=version, derived=derived)
+    found = resharding_of(job.original, new.ranks, ds_version=version, derived=job)
     return output_of(found, decisive, options.target, job=_batch_of(new.config))
 
 

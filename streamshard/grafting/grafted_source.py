@@ -1,16 +1,17 @@
 """Makes one source of two: the job of START, with the training of SRC in it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import PurePosixPath
 from typing import Final
 
+from streamshard.engine.run.phases import Progress
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import GRAFT_RECORD, OtherFile, ParamGroup
 from streamshard.formats.dcp.dcp_writer import value_item
-from streamshard.grafting.assembly import Assembly, Dicts, States
+from streamshard.grafting.assembly import Assembly, Dicts, States, with_part_files
 from streamshard.grafting.job_state import grafted_state
 from streamshard.grafting.origins import (
     Inventory,
@@ -24,7 +25,9 @@ from streamshard.grafting.pieces import SCRATCH_BYTES, Leading, Piece, Pieces
 from streamshard.grafting.record import Checkpointed, GraftRecord, RuleCount
 from streamshard.grafting.requirements import (
     STEP,
+    is_part,
     require_alike,
+    require_read,
     require_same_settings,
     require_whole_rows,
     require_zeros,
@@ -32,34 +35,35 @@ from streamshard.grafting.requirements import (
 )
 from streamshard.grafting.rules import DROP, WARM, Rules
 from streamshard.grafting.schedules import Origins, Parts, grafted_scheduler_file, scheduler_files
+from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import FILE, ITEMSIZE, MASTER, LogicalTensor, Note
 from streamshard.sizes import show_bytes, some_of
+from streamshard.source.degree_change import DerivedSource
 from streamshard.source.source import Source
 
 _SECOND: Final = ("exp_avg_sq", "max_exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class Grafted:
-    """START's job with SRC's training."""
-
-    source: Source
-    counts: Mapping[str, RuleCount]
-    computed: Sequence[Pieces]
-    is_warm: bool
-    """Whether some of them are filled with means."""
-
-    def find_means(self, *_: object) -> Sequence[str]:
-        """Find what the second moments of warm parameters begin with."""
-        for pieces in self.computed:
-            pieces.find_means()
-        return ()
-
-
-def grafted(source: Source, start: Source, rules: Rules) -> Grafted:
-    """Return START's job with SRC's training."""
+def grafted(
+    source: Source, start: Source, rules: Rules
+) -> tuple[DerivedSource, Mapping[str, RuleCount]]:
+    """Return START's job with SRC's training, and what each rule made."""
     require_alike(source, start, is_fresh=rules.is_fresh)
-    return _ByRules(source, start, rules).grafted()
+    sides = [with_part_files(side) for side in (source, start)]
+    for side in sides:
+        require_read(side.source)
+    job = _ByRules(sides[0].source, sides[1].source, rules)
+    made, computed = job.grafted()
+    checks = [side.check for side in sides if side.check is not None]
+
+    def check(memory: MemoryPlan, progress: Progress) -> Sequence[str]:
+        """Compare copies, and find what the second moments of warm parameters begin with."""
+        for pieces in computed:
+            pieces.find_means()
+        return [note for check in checks for note in check(memory, progress)]
+
+    needed = check if checks or job.means else None
+    return DerivedSource(source=made, original=source, check=needed), job.counts
 
 
 class _ByRules(Assembly):
@@ -68,31 +72,33 @@ class _ByRules(Assembly):
     def __init__(self, source: Source, start: Source, rules: Rules) -> None:
         super().__init__(source, start)
         self._rules = rules
-        self._means: dict[tuple[str, str, str], tuple[Leading, ...]] = {}
+        self.means: dict[tuple[str, str, str], tuple[Leading, ...]] = {}
         """Part, state and name of what is warm → what its elements are the mean of."""
         self._schedulers = scheduler_files(source, start)
         self._notes: list[str] = []
-        self._counts: dict[str, RuleCount] = {}
+        self.counts: dict[str, RuleCount] = {}
         self._groups: Origins = ()
         """Of the last model part: the param groups of SRC that those of START go on from."""
 
-    def grafted(self) -> Grafted:
+    def grafted(self) -> tuple[Source, Sequence[Pieces]]:
+        """Return START's job, and what of it is computed."""
         old, new, start = self.old, self.new, self.start
         parts, files = self.parts(), self._files()
-        if leading := {part for of in self._means.values() for part in of}:
+        if leading := {part for of in self.means.values() for part in of}:
             size = sum(numel * ITEMSIZE[old.tensors[row].dtype] for row, numel in leading)
             self._notes.append(f"Means for what is warm are found first, in {show_bytes(size)}.")
         checkpoint = replace(
             new,
             tag=old.tag,
             model_parts=parts,
+            layers=self.layers(),
             files=files,
-            notes=(*old.notes, *new.notes, *map(Note, self._notes)),
+            notes=(*old.notes, *new.notes, *map(Note, dict.fromkeys(self._notes))),
             accelerate_step=old.accelerate_step,
             saved_ranks=old.ranks,
         )
         placed, computed = self.placed(checkpoint)
-        source = replace(
+        made = replace(
             placed,
             path=start.path,
             kind=start.kind,
@@ -102,28 +108,29 @@ class _ByRules(Assembly):
             repeats=(),
             codec_bytes=max(self.source.codec_bytes, start.codec_bytes) + SCRATCH_BYTES,
         )
-        return Grafted(source, self._counts, computed, bool(self._means))
+        return made, computed
 
     # Who says what
 
-    def origins(self, parts: Parts) -> Mapping[str, Origin]:
-        old, new = (Inventory.of(c, p) for c, p in zip((self.old, self.new), parts, strict=True))
-        origins = origins_of(old, new, self._rules)
-        if len(self.new.model_parts) > 1:
+    def origins(self, parts: Sequence[Parts]) -> Sequence[Mapping[str, Origin]]:
+        both = [(Inventory.of(self.old, old), Inventory.of(self.new, new)) for old, new in parts]
+        found = origins_of(both, self._rules)
+        for sides, origins in zip(both, found, strict=True):
             require_whole_rows(origins, self.start)
-        self._tell(old, new, origins)
-        return origins
+            self._tell(*sides, origins)
+        return found
 
     def states(
         self, parts: Parts, group: ParamGroup, origins: Mapping[str, Origin]
     ) -> tuple[int | None, States]:
         """Return the param group of SRC that a group goes on from, and its states.
 
-        A group that keeps none has those that START's optimizer began with.
+        A group that keeps none, on any expert rank, has those that START's optimizer began with.
         """
         old, new = parts
         owner = {name: one for one in old.groups for name in one.params}
-        members = {name: origins[name] for name in group.params}
+        whole = (one for one in new.groups if one.number == group.number)
+        members = {name: origins[name] for one in whole for name in one.params}
         sources = [owner[o.source] for o in members.values() if o.source and o.state == MASTER]
         kept = {n: owner[str(o.source)] for n, o in members.items() if o.keeps_states}
         if not kept:
@@ -161,12 +168,12 @@ class _ByRules(Assembly):
         masters = [self.new.tensors[self.start_index[part, MASTER, other]] for other in of]
         for key in seconds:
             kept = (self.kept(key, origins[master.name], master) for master in masters)
-            self._means[part, key, name] = tuple(kept)
+            self.means[part, key, name] = tuple(kept)
 
     def state(self, tensor: LogicalTensor, origin: Origin) -> Sequence[Piece]:
         """Return the pieces of an optimizer's state: SRC's, START's, or those of one value."""
         key = tensor.model_part, tensor.state, tensor.name
-        fill = Piece(tensor.numel, mean_of=self._means.get(key, ()))
+        fill = Piece(tensor.numel, mean_of=self.means.get(key, ()))
         if not origin.keeps_states:
             return [self.start_piece(tensor) if key in self.start_index else fill]
         (kept,) = super().state(tensor, origin)
@@ -250,9 +257,9 @@ class _ByRules(Assembly):
 
     def _count(self, label: str, shapes: Sequence[Shape]) -> None:
         """Add tensors to those of a rule; each model-parallel part has some."""
-        before = self._counts.get(label, RuleCount(0, 0))
+        before = self.counts.get(label, RuleCount(0, 0))
         elements = before.elements + sum(map(prod, shapes))
-        self._counts[label] = RuleCount(before.tensors + len(shapes), elements)
+        self.counts[label] = RuleCount(before.tensors + len(shapes), elements)
 
     def _record(self) -> GraftRecord:
         step = self.old.model_parts[0].model_state.get("global_steps")
@@ -260,10 +267,10 @@ class _ByRules(Assembly):
         source = Checkpointed(str(self.source.path), self.old.tag, step)
         start = Checkpointed(str(self.start.path), self.new.tag, None)
         rules = self._rules
-        return GraftRecord(tuple(rules.lines), rules.is_fresh, source, start, self._counts)
+        return GraftRecord(tuple(rules.lines), rules.is_fresh, source, start, self.counts)
 
 
 def _describes_model(path: str) -> bool:
     """Tell whether a file describes a model: its weights, its config, its tokenizer."""
-    is_weights = pretrained.holds_weights(PurePosixPath(path).name)
-    return pretrained.comes_along(path) or is_weights or path == pretrained.ADAPTER_CONFIG
+    is_of_model = pretrained.holds_weights(PurePosixPath(path).name) or is_part(path)
+    return pretrained.comes_along(path) or is_of_model or path == pretrained.ADAPTER_CONFIG

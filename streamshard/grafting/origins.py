@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Final, Self
 
-from streamshard.errors import UsageError
+from streamshard.errors import Option, UsageError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.deepspeed import names as deepspeed_names
 from streamshard.grafting.advice import lines_for, lines_of_moves, renames
@@ -69,9 +69,23 @@ class Inventory:
         is_missing = self.lacks_frozen and name in start.frozen and not is_held
         return name in self.unsaved or is_missing
 
+    @classmethod
+    def joined(cls, parts: Iterable[Self]) -> Self:
+        """Return the names and shapes of all parts; a name in several has the last one's shape."""
+        trained, untrained, unsaved = dict[str, Shape](), dict[str, Shape](), set[str]()
+        for part in parts:
+            trained |= part.trained
+            untrained |= part.untrained
+            unsaved |= part.unsaved
+        return cls(trained, untrained, frozenset(unsaved))
+
     @property
     def shapes(self) -> dict[str, Shape]:
         return {**self.trained, **self.untrained}
+
+
+Sides = tuple[Inventory, Inventory]
+"""SRC's and START's, of one model part."""
 
 
 def exact_dtypes(tensors: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -107,13 +121,14 @@ class Matching:
     source: Inventory
     start: Inventory
     rules: Rules
-    needed: dict[str, list[str]] = field(default_factory=dict)
-    """Rule → names that need it."""
+    needed: dict[str, dict[str, None]] = field(default_factory=dict)
+    """Rule → names that need it, of all parts of the model."""
     has_other_rank: bool = False
     """Whether an adapter has another rank."""
 
     def need(self, word: str, name: str) -> None:
-        self.needed.setdefault(word, []).append(name)
+        names = self.needed.setdefault(word, {})
+        names[name] = None
 
     def origins(self) -> dict[str, Origin]:
         """Match all tensors of START; differences without a rule are in `needed` then."""
@@ -207,8 +222,7 @@ class Matching:
         ]
         moves = renames(*sides)
         for new, old in moves.items():
-            self.needed[NEW].remove(new)
-            self.needed[DROP].remove(old)
+            del self.needed[NEW][new], self.needed[DROP][old]
             if (new in self.start.trained) != (old in self.source.trained):
                 self.need(THAW if new in self.start.trained else FREEZE, new)
         return moves
@@ -228,21 +242,40 @@ class Matching:
         return error
 
 
-def origins_of(source: Inventory, start: Inventory, rules: Rules) -> dict[str, Origin]:
-    """Decide where each tensor of START gets its values from.
+def origins_of(parts: Sequence[Sides], rules: Rules) -> list[dict[str, Origin]]:
+    """Decide where each tensor of each model part of START gets its values from.
 
     Raises
     ------
     UsageError
         If there is a difference that no rule names; its notes are the rules that would. If rules
-        exclude each other, or name something that is not there.
+        exclude each other, or name something that is not there; if SRC has a tensor in another part
+        of the model.
     """
+    source, start = (Inventory.joined(sides) for sides in zip(*parts, strict=True))
     rules.require_used([*source.shapes], [*start.shapes, *start.unsaved])
-    matching = Matching(source, start, rules)
-    origins = matching.origins()
-    if matching.needed:
-        raise matching.refusal()
+    for sides in parts:
+        _require_same_part(source, *sides, rules)
+    whole = Matching(source, start, rules)
+    matchings = [Matching(*sides, rules, whole.needed) for sides in parts]
+    origins = [matching.origins() for matching in matchings]
+    if whole.needed:
+        whole.has_other_rank = any(matching.has_other_rank for matching in matchings)
+        raise whole.refusal()
     return origins
+
+
+def _require_same_part(whole: Inventory, source: Inventory, start: Inventory, rules: Rules) -> None:
+    """Refuse a tensor whose values are in another part of SRC's model: on another stage."""
+    elsewhere = whole.shapes.keys() - source.shapes.keys()
+    for name in start.shapes if elsewhere else ():
+        choice = rules.choice(name)
+        if choice.source in elsewhere and NEW not in choice.words:
+            message = f"'{name}' of START is on another stage of the pipeline than SRC's"
+            message = f"{message} '{choice.source}', and a graft goes stage by stage. Take both to"
+            message = f"{message} one stage first, with 'streamshard repartition' and"
+            message = f"{message} {Option('pipeline_parallel', 1)}, and the result to START's"
+            raise UsageError(f"{message} stages, with START as {Option('like')}")
 
 
 def dropped_rows(

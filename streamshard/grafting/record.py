@@ -8,6 +8,7 @@ from typing import Final, Self
 from streamshard.compare.comparison import Pair, Pairing, SideElements
 from streamshard.errors import CorruptFileError
 from streamshard.formats import strict_json
+from streamshard.grafting.assembly import with_part_files
 from streamshard.grafting.origins import UNSAVED, Inventory, Origin, names_of, origins_of
 from streamshard.grafting.rules import Rules
 from streamshard.model import ITEMSIZE, MASTER, MODULE, LogicalTensor
@@ -88,17 +89,20 @@ def described(source: Source) -> tuple[str, ...]:
     return () if record is None else (str(record),)
 
 
-def pair_grafted(left: Source, right: Source) -> Pairing | None:
+def pair_grafted(left: Source, right: Source) -> tuple[Source, Source, Pairing] | None:
     """Match what a graft kept with what it was taken from; None if `right` is something else."""
-    new, old, record = left.checkpoint, right.checkpoint, GraftRecord.of(left)
-    if record is None or old.graft_record is not None or record.source.tag != old.tag:
+    record, tag = GraftRecord.of(left), right.checkpoint.tag
+    if record is None or right.checkpoint.graft_record is not None or record.source.tag != tag:
         return None
-    if len(new.model_parts) != len(old.model_parts):
+    if len(left.checkpoint.model_parts) != len(right.checkpoint.model_parts):
         return None
+    left, right = (with_part_files(side).source for side in (left, right))
+    new, old = left.checkpoint, right.checkpoint
     rules = Rules.of("\n".join(record.rules), is_fresh=record.fresh_states)
     index, found = old.tensor_index(), Pairing()
-    for made, saved in zip(new.model_parts, old.model_parts, strict=True):
-        origins = origins_of(Inventory.of(old, saved), Inventory.of(new, made), rules)
+    parts = list(zip(old.model_parts, new.model_parts, strict=True))
+    both = [(Inventory.of(old, saved), Inventory.of(new, made)) for saved, made in parts]
+    for (saved, made), origins in zip(parts, origins_of(both, rules), strict=True):
         for number, tensor in enumerate(new.tensors):
             if tensor.model_part != made.name or tensor.name not in origins:
                 continue
@@ -119,7 +123,7 @@ def pair_grafted(left: Source, right: Source) -> Pairing | None:
         "A graft: compared is what it kept, and nothing that its rules changed; settings, "
         "schedulers, counters and other files are not compared."
     )
-    return found
+    return left, right, found
 
 
 def _pair(tensor: LogicalTensor, number: int, origin: Origin, row: int, dtype: str) -> Pair:

@@ -104,8 +104,8 @@ class _Completion(Assembly):
         is_decoded = any(file.decoder is not None for file in job.files)
         return replace(job, codec_bytes=self.start.codec_bytes if is_decoded else 0)
 
-    def origins(self, parts: Parts) -> Mapping[str, Origin]:
-        old, new = parts
+    def origins(self, parts: Sequence[Parts]) -> Sequence[Mapping[str, Origin]]:
+        ((old, new),) = parts
         start = Inventory.of(self.new, new)
         # What is tied may be listed under one name only.
         tied = {entry.name: entry.shape for entry in new.module if entry.kind == "alias"}
@@ -125,7 +125,7 @@ class _Completion(Assembly):
         if matching.needed:
             raise DisagreementError(_difference(matching))
         stored_as = {entry.name: entry.held_as for entry in old.module}
-        return {name: self._stored(origin, stored_as) for name, origin in origins.items()}
+        return [{name: self._stored(origin, stored_as) for name, origin in origins.items()}]
 
     def _stored(self, origin: Origin, stored_as: Mapping[str, str]) -> Origin:
         """Return it with the name and the state under which SRC has the values."""
@@ -216,8 +216,8 @@ class _Completion(Assembly):
 def _difference(matching: Matching) -> str:
     """Say what differs first between the models."""
     source, start = matching.source, matching.start
-    word, tensors = next(iter(matching.needed.items()))
-    name = tensors[0]
+    word, needed = next(iter(matching.needed.items()))
+    name, tensors = next(iter(needed)), [*needed]
     if name not in source.shapes or name not in start.shapes or word in (THAW, FREEZE):
         return _DIFFERENCES[word].format(show_few(tensors), like=LIKE)
     here, there = (f"{one.exact.get(name, '')} {list(one.shapes[name])}" for one in (source, start))

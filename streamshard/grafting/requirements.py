@@ -9,8 +9,10 @@ import numpy as np
 from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
 from streamshard.grafting.job_state import COUNTED_SETTINGS
 from streamshard.grafting.origins import Origin
+from streamshard.grafting.schedules import tree_in
 from streamshard.sizes import counted, some_of
 from streamshard.source.source import Source
 
@@ -33,10 +35,14 @@ def require_alike(trained: Source, begun: Source, *, is_fresh: bool) -> None:
         raise UsageError(f"{message}, with engine.save_checkpoint()", path=begun.path)
     for opened in (trained, begun):
         require_zero(opened)
-    if len(source.model_parts) != len(start.model_parts):
-        message = f"SRC has {counted(len(source.model_parts), 'model-parallel part')}, START"
-        message = f"{message} {len(start.model_parts)}: give both the same degrees first, with"
-        raise UsageError(f"{message} 'streamshard repartition'", path=trained.path)
+    parts = [len(checkpoint.model_parts) for checkpoint in (source, start)]
+    degrees = [known_degrees(checkpoint) for checkpoint in (source, start)]
+    if parts[0] != parts[1] or degrees[0] != degrees[1]:
+        message = f"SRC has {counted(parts[0], 'model-parallel part')}, START {parts[1]}"
+        if parts[0] == parts[1]:
+            message = f"SRC was saved with {degrees[0]}, START with {degrees[1]}"
+        message = f"{message}: give both the same degrees first, with 'streamshard repartition'"
+        raise UsageError(message, path=trained.path)
     if any(map(_has_taken_a_step, start.model_parts)):
         message = "has taken a step: START is what the new job saves before its first step"
         raise UsageError(message, path=begun.path)
@@ -53,7 +59,7 @@ def require_alike(trained: Source, begun: Source, *, is_fresh: bool) -> None:
 
 
 def require_zero(opened: Source) -> None:
-    """Refuse a checkpoint without a whole optimizer, or in parts that no transform takes."""
+    """Refuse a checkpoint without a whole optimizer."""
     checkpoint = opened.checkpoint
     opened.require_training_state()
     opened.require_states()
@@ -63,11 +69,21 @@ def require_zero(opened: Source) -> None:
         raise UnsupportedError(
             f"{message} optimizer: give a checkpoint of stage 1, 2 or 3", path=opened.path
         )
-    parsed = [names.parse(PurePosixPath(file.path).name) for file in checkpoint.files]
-    has_parts = bool(checkpoint.layers) or any(one and one.kind == "part" for one in parsed)
-    if has_parts or checkpoint.expert_parallel > 1 or checkpoint.has_auto_experts:
-        message = "has files of a pipeline's layers, or of experts, which a graft does not take"
-        raise UnsupportedError(f"{message}; a pipeline can be taken to one stage", path=opened.path)
+
+
+def require_read(opened: Source) -> None:
+    """Refuse files with parts of the model that are not read, which could only be copied."""
+    for file in filter(is_part, (file.path for file in opened.checkpoint.files)):
+        # With ZeRO, older versions of DeepSpeed save empty files of the optimizers of experts.
+        if tree_in(opened, file) is None:
+            message = "holds tensors of the model, and by its name it is not known of which"
+            raise UnsupportedError(message, path=opened.path / file)
+
+
+def is_part(path: str) -> bool:
+    """Tell whether a file has a name of those of layers or experts."""
+    file = names.parse(PurePosixPath(path).name)
+    return file is not None and file.kind == "part"
 
 
 def _has_taken_a_step(part: ModelPart) -> bool:
@@ -86,6 +102,9 @@ def _optimizer_of(checkpoint: Checkpoint) -> str | None:
 
 def require_whole_rows(origins: Mapping[str, Origin], start: Source) -> None:
     """Refuse rows of tensors that may be cut among parts, where they begin elsewhere then."""
+    degrees, parts = known_degrees(start.checkpoint), len(start.checkpoint.model_parts)
+    if parts == 1 or (degrees is not None and degrees.tensor == 1):
+        return
     for name in (n for n, origin in origins.items() if origin.rows is not None):
         message = f"'{name}' has another count of rows, which tensor parallelism may have cut:"
         message = f"{message} take SRC and START to one part first, with 'streamshard repartition'"

@@ -245,16 +245,16 @@ def scheduler_files(source: Source, start: Source) -> dict[str, States]:
     found = {}
     for file in source.checkpoint.files:
         if _FILE.fullmatch(PurePosixPath(file.path).name):
-            state = _state_in(source, file.path)
-            own = _state_in(start, file.path)
+            state = tree_in(source, file.path)
+            own = tree_in(start, file.path)
             if own is None:
                 own = starting_state(state, start.checkpoint.model_parts[0].hyper_parameters)
             found[file.path] = state, own
     return found
 
 
-def _state_in(source: Source, path: str) -> Node | None:
-    """Read a scheduler's state; None if there is none, or if it has tensors."""
+def tree_in(source: Source, path: str) -> Node | None:
+    """Read what a file holds; None if there is no such file, or if it holds tensors."""
     number = source.checkpoint.tensor_index().get(("", FILE, path))
     if number is None:
         return None

@@ -1,7 +1,6 @@
 """`graft`: each rule, at each stage, against the values that both jobs had."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +14,8 @@ from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats.checkpoint import GRAFT_RECORD
 from tests import fabricated
 from tests.checkpoints.test_dcp_repartition import saved
-from tests.fabricated_pipes import PipeJob, write_pipe
 from tests.grafting.jobs import TRAINED, Jobs, differing, tensors_of
-from tests.job import EXPERTS, MUON, STATES, TAG, Job
+from tests.job import MUON, STATES, TAG, Job
 
 FIRST, SECOND = TRAINED.groups
 
@@ -61,24 +59,6 @@ def test_other_degrees_are_refused(tmp_path: Path) -> None:
     jobs = write(tmp_path, parts=2, world_size=4)
     with pytest.raises(UsageError, match="SRC has 1 model-parallel part, START 2"):
         jobs.graft()
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        partial(write_pipe, PipeJob(world_size=2)),
-        partial(fabricated.write, Job(stage=2, world_size=2, experts=EXPERTS)),
-    ],
-    ids=["pipeline", "experts"],
-)
-def test_weights_in_files_of_layers_or_experts_are_refused(
-    tmp_path: Path, job: Callable[[Path], Path]
-) -> None:
-    """SRC's files would be copied as they are, whatever START's model is."""
-    run, start = job(tmp_path / "run"), tmp_path / "start"
-    streamshard.repartition(run, start, world_size=2, fresh_states=True)
-    with pytest.raises(UnsupportedError, match="files of a pipeline's layers, or of experts"):
-        streamshard.graft(run, start, tmp_path / "out")
 
 
 def test_a_start_that_took_a_step_is_refused(tmp_path: Path) -> None:

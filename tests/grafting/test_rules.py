@@ -6,10 +6,17 @@ import pytest
 
 from streamshard.errors import UsageError
 from streamshard.formats.name_patterns import Pattern
-from streamshard.grafting.origins import Inventory, Origin, origins_of
+from streamshard.grafting import origins
+from streamshard.grafting.origins import Inventory, Origin
 from streamshard.grafting.rules import Rules
 
 OLD = Inventory({"embed": (4, 2), "layers.0.w": (3,), "layers.1.w": (3,)}, {"pos": (8,)})
+
+
+def origins_of(source: Inventory, start: Inventory, rules: Rules) -> dict[str, Origin]:
+    """Decide it for a model in one part."""
+    (found,) = origins.origins_of([(source, start)], rules)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,22 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
 
-from tests.oracle.jobs import Resume, _further, _restore_the_rest, finish, start_engine, write_truth
+from tests.oracle.jobs import (
+    Resume,
+    _further,
+    _restore_the_rest,
+    finish,
+    fit_for_the_next,
+    start_engine,
+    write_truth,
+)
 from tests.oracle.models import Case
-from tests.oracle.places import Place
+from tests.oracle.places import Place, global_names
 from tests.oracle.truth import Engine, Tensors, Truth, _flats, _wrapped, gather_truth, named_params
 
 
@@ -26,6 +35,11 @@ class ByHand:
 
 def by_hand(job: ByHand) -> None:
     """Do it in this rank."""
+    with fit_for_the_next():
+        _by_hand(job)
+
+
+def _by_hand(job: ByHand) -> None:
     engine = start_engine(job.case, 31)
     wanted = Truth.load(job.wanted)
     _restore_the_rest(engine, wanted)
@@ -41,8 +55,8 @@ def by_hand(job: ByHand) -> None:
 
 def _put_states(engine: Engine, wanted: Truth) -> None:
     """Fill this rank's partitions, and the optimizer's states of them."""
-    optimizer, rank = engine.optimizer, distributed.get_rank()
-    names = {id(param): name for name, param in named_params(engine)}
+    optimizer, named = engine.optimizer, global_names(engine)
+    names = {id(param): named(name) for name, param in named_params(engine)}
     for flat in _flats(optimizer):
         places = [
             Place.of(names[id(param)], param, offset)
@@ -50,8 +64,9 @@ def _put_states(engine: Engine, wanted: Truth) -> None:
         ]
         held = {names[id(param)] for param in flat.params}
         group = next(one for one in wanted.groups if held <= {*one["params"]})
+        sharers = _sharers(optimizer, flat.group)
         states = {
-            state: _partition(tensors, places, flat.master, rank)
+            state: _partition(tensors, places, flat.master, sharers)
             for state, tensors in wanted.states.items()
             if held <= tensors.keys()
         }
@@ -63,16 +78,25 @@ def _put_states(engine: Engine, wanted: Truth) -> None:
                 for key, value in group["scalars"].items()
             }
             _wrapped(optimizer).state[flat.master] = {**states, **scalars}
-    for settings, group in zip(_wrapped(optimizer).param_groups, wanted.groups, strict=True):
-        settings.update(group["hyper_parameters"])
+        _wrapped(optimizer).param_groups[flat.group].update(group["hyper_parameters"])
+
+
+def _sharers(optimizer: Any, group: int) -> Any:  # noqa: ANN401
+    """Return the group of ranks that share the partitions of a param group."""
+    if hasattr(optimizer, "real_dp_process_group"):  # experts are shared by fewer
+        return optimizer.real_dp_process_group[group]
+    return optimizer.dp_process_group
 
 
 def _partition(
-    tensors: Tensors, places: Sequence[Place], master: torch.Tensor, rank: int
+    tensors: Tensors,
+    places: Sequence[Place],
+    master: torch.Tensor,
+    sharers: Any,  # noqa: ANN401
 ) -> torch.Tensor:
     """Return this rank's part of a state, with zeros for padding."""
-    numel = master.numel()
-    whole = torch.zeros(numel * distributed.get_world_size(), dtype=master.dtype)
+    numel, rank = master.numel(), distributed.get_rank(sharers)
+    whole = torch.zeros(numel * distributed.get_world_size(sharers), dtype=master.dtype)
     mine = whole[rank * numel : (rank + 1) * numel]
     for place in places:
         value = tensors[place.name].flatten()

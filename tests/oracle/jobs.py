@@ -2,7 +2,8 @@
 
 import gc
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import distributed
 from torch.nn import functional
 
 from tests.oracle.models import Case, TinyLanguageModel, Topology, client_state
-from tests.oracle.places import part_of_model
+from tests.oracle.places import global_names, part_of_model
 from tests.oracle.topology.engine import initialize
 from tests.oracle.truth import Engine, Truth, gather_truth
 
@@ -104,10 +105,17 @@ def after_path(truth_path: Path) -> Path:
 
 
 def run(job: Job) -> None:
-    """Do `job` in this rank, and leave the process fit for the next one."""
+    """Do `job` in this rank."""
+    with fit_for_the_next():
+        _WORK[type(job)](job)
+
+
+@contextmanager
+def fit_for_the_next() -> Iterator[None]:
+    """Leave the process fit for the next job."""
     linear = functional.linear
     try:
-        _WORK[type(job)](job)
+        yield
     finally:
         # Stage 3 replaces it for the whole process and never puts it back: a later engine of
         # another stage would round its gradients unlike one in a process of its own.
@@ -195,12 +203,12 @@ def _dump_rank(engine: Engine, template: str) -> None:
 def _restore_the_rest(engine: Engine, kept: Truth) -> None:
     """Put into `engine` what is not a part of its optimizer."""
     zero: Any = importlib.import_module("deepspeed").zero
-    values = {**kept.weights, **kept.frozen, **kept.buffers}
+    values, named = {**kept.weights, **kept.frozen, **kept.buffers}, global_names(engine)
     partitioned = [param for param in engine.module.parameters() if hasattr(param, "ds_id")]
     with zero.GatheredParameters(partitioned, modifier_rank=0), torch.no_grad():
         for name, value in engine.module.state_dict(keep_vars=True).items():
-            if name in values:  # a tied weight is there under its first name
-                value.copy_(values[name])
+            if named(name) in values:  # a tied weight is there under its first name
+                value.copy_(values[named(name)])
     engine.lr_scheduler.load_state_dict(kept.scheduler)
     for counter, count in kept.counters.items():
         setattr(engine, counter, count)

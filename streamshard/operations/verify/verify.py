@@ -137,10 +137,10 @@ class _Run:
         left, right = open_alike(request, other, left, right)
         self.kind, self.tag = left.kind.name, left.checkpoint.tag
         left.require_use_of_like(needed=right.needs_like)
-        pairing = None
+        grafted = None
         if left.checkpoint.graft_record is not None:
-            pairing = load(GRAFT_PAIRED)(left, right)
-        pairing = pairing or pair_up(left, right)
+            grafted = load(GRAFT_PAIRED)(left, right)
+        left, right, pairing = grafted or (left, right, pair_up(left, right))
         self.findings.files = len(left.files) + len(right.files)
         self.findings.notes += pairing.notes
         self.differences += pairing.differences

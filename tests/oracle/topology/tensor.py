@@ -37,7 +37,7 @@ class TensorParallel(Topology):
 
     def start(self, case: Case, seed: int, scale: float) -> Engine:
         torch.manual_seed(seed)
-        model = TinyLanguageModel()
+        model = (case.model or TinyLanguageModel)()
         return initialize(case, model, case.groups(model, scale))
 
     @property

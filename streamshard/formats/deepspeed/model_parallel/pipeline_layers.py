@@ -12,13 +12,13 @@ stage, each has a file of each layer; what one rank has is read like a pipeline 
 import math
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Final, Protocol
 
-from streamshard.errors import UnsupportedError, raise_first
+from streamshard.errors import Option, UnsupportedError, raise_first
 from streamshard.formats.checkpoint import Checkpoint, LayerFile, ModuleEntry
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.missing_layers import listed_in, missing_layers
@@ -30,6 +30,7 @@ from streamshard.formats.pickle.inert import Node, show_few
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor, tensor_of
+from streamshard.formats.torch.tree_copy import copied
 from streamshard.io.readable import Readable
 from streamshard.model import BLOB, FILE, MASTER, LogicalTensor, Note, Whole
 
@@ -131,6 +132,32 @@ def _files(checkpoint: Checkpoint, kept: KeptFiles) -> Iterator["_File"]:
         match = _layer_in(tensor.name) if tensor.state == FILE else None
         if match is not None:
             yield _File(int(match[1]), int(match[2] or 0), kept.path(number), number)
+
+
+def refilled(
+    layers: Sequence[LayerFile],
+    tensors: Sequence[LogicalTensor],
+    fill: Callable[[LogicalTensor, Storage], Storage],
+    what: Option | Path,
+) -> tuple[LayerFile, ...]:
+    """Return files of layers, or of experts, with other tensors in the place of theirs.
+
+    `tensors`: those of their checkpoint, which `what` names in messages.
+    `fill`: returns the storage of another tensor for one of them, and its storage.
+    """
+
+    def storage(saved: Storage) -> Storage:
+        if not isinstance(saved.content, Whole):
+            message = "has a file of a layer with a state that is no tensor of the model"
+            raise UnsupportedError(f"{what}: {message}")
+        return fill(tensors[saved.content.tensor], saved)
+
+    for layer in layers:
+        if layer.state is None:
+            message = f"{what}, {layer.name}: of a module that several layers share, which are"
+            raise UnsupportedError(f"{message} alike: not known which, so it cannot be written")
+    states = copied(tuple(layer.state for layer in layers), storage)
+    return tuple(replace(layer, state=state) for layer, state in zip(layers, states, strict=True))
 
 
 def as_one_module(checkpoint: Checkpoint) -> Checkpoint:
