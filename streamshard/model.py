@@ -67,8 +67,6 @@ class NoteKind(StrEnum):
     """A setting was assumed that the files do not tell."""
     MIXED = "mixed"
     """Files may be of two saves: a job that goes on from them may go wrong."""
-    CORRUPT = "corrupt"
-    """Content that contradicts itself is not read: `verify` finds a problem."""
     COPIES = "copies"
     """Ranks have different copies of what should be the same."""
 

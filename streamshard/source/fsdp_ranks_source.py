@@ -1,14 +1,15 @@
 """Reads files of FSDP's ranks, as verl saves them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from streamshard.checks.problems import MALFORMED, Findings
+from streamshard.checks.problems import Findings
 from streamshard.checks.torch_check import TorchFiles
+from streamshard.errors import CorruptFileError, IncompleteError
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.fsdp_ranks import fsdp_ranks_reader, rank_names
 from streamshard.io.entries import is_file, paths_in
-from streamshard.model import NoteKind
 from streamshard.source.base_reader import Reader
 from streamshard.source.directory_content import DirectoryContent
 from streamshard.source.shards_check import ReadableFiles
@@ -39,17 +40,16 @@ class _FsdpRanksReader(Reader):
         return all(map(rank_names.is_rank_file, others)) if is_one else None
 
     def open(self, place: Path, request: Request) -> Source:
-        return Source.of(place, self, fsdp_ranks_reader.read(place, request.facts.wrapped))
+        found = fsdp_ranks_reader.read(place, request.facts.wrapped)
+        return replace(Source.of(place, self, found), details=found.faults)
 
     def check_structure(
         self, place: Path, request: Request, findings: Findings
     ) -> CheckedStructure:
         opened = opened_to_check(place, request, findings)
-        for error in () if opened is None else rank_names.incomplete(place):
-            findings.add_error(error, place)
-        for note in () if opened is None else opened.checkpoint.notes:
-            if note.kind is NoteKind.CORRUPT:
-                findings.add(MALFORMED, place, note.text)
+        for error in () if opened is None else opened.details:
+            if isinstance(error, CorruptFileError | IncompleteError):
+                findings.add_error(error, place)
         entries = sorted(path for path in paths_in(place) if is_file(path))
         readable = ReadableFiles(entries, [place], findings)
         torch = TorchFiles.at(readable.files, lambda _: None, findings)

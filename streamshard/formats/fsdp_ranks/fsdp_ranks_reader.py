@@ -15,14 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.errors import (
-    CorruptFileError,
-    DisagreementError,
-    Option,
-    SourceError,
-    UsageError,
-    release_frames,
-)
+from streamshard.errors import DisagreementError, Option, SourceError, UsageError, release_frames
 from streamshard.formats.checkpoint import ModuleEntry, Reading
 from streamshard.formats.dcp.dcp_reader import place_boxes
 from streamshard.formats.dcp.item_reader import TensorPlaces
@@ -69,13 +62,19 @@ from streamshard.model import (
 
 _WHAT: Final = "a checkpoint in files of FSDP's ranks"
 _WEIGHTS: Final = "a model's weights in files of FSDP's ranks"
-_FAULTS: Final = {DisagreementError: NoteKind.MIXED, CorruptFileError: NoteKind.CORRUPT}
 _Copies = Mapping[str, Sequence[tuple[Tensor, Tensor]]]
 """What is there on several ranks → the part that is read, and another rank's."""
 _PIECES: Final = ("how FSDP1 with use_orig_params pads what it cuts for other ranks",)
 
 
-def read(directory: Path, wrapped: Sequence[str] = ()) -> Reading:
+@dataclass(frozen=True, slots=True)
+class RanksReading(Reading):
+    """What was read, and why the rest was not."""
+
+    faults: tuple[SourceError, ...] = ()
+
+
+def read(directory: Path, wrapped: Sequence[str] = ()) -> RanksReading:
     """Open what all ranks have saved.
 
     `wrapped`: patterns of the modules that FSDP1 wrapped, where they are known.
@@ -104,10 +103,10 @@ class _Ranks:
     """What is in the model's files and no tensor."""
     unread: dict[str, NoteKind] = field(default_factory=dict)
     """What else is not read, and why."""
-    fault: Note | None = None
-    """Why the optimizer's files are not of one save, or what in them contradicts itself."""
+    faults: list[SourceError] = field(default_factory=list)
+    """What is wrong with files that are not read."""
 
-    def reading(self) -> Reading:
+    def reading(self) -> RanksReading:
         self._read_model()
         entries = tuple(module_entries(self._weights(), frozenset()))
         own = [entry for entry in entries if entry.kind != "alias"]
@@ -160,7 +159,7 @@ class _Ranks:
             (*self.unread, *(_PIECES if optimizer.is_in_pieces else ())),
         )
         files_read, repeats = tuple(self.sources.files), tuple(self._repeats(differing))
-        return Reading(checkpoint, builder.build(), files_read, repeats)
+        return RanksReading(checkpoint, builder.build(), files_read, repeats, tuple(self.faults))
 
     def _read_model(self) -> None:
         roots, paths = [], self.files[MODEL]
@@ -202,11 +201,13 @@ class _Ranks:
             rank_names.require_ranks(self.directory, OPTIMIZER, paths, len(self.files[MODEL]))
             return read_optimizer(paths, self.sources, weights, self.wrapped)
         except SourceError as error:
-            release_frames(error)
-            kind = _FAULTS.get(type(error))
-            self.fault = Note(f"{error}.", kind) if kind is not None else None
-            self.unread[f"the optimizer's state ({error})"] = NoteKind.UNREAD
+            self._leave_out("the optimizer's state", error, NoteKind.UNREAD)
             return NO_OPTIMIZER
+
+    def _leave_out(self, what: str, error: SourceError, kind: NoteKind) -> None:
+        release_frames(error)
+        self.faults.append(error)
+        self.unread[f"{what} ({error})"] = kind
 
     def _extra(self) -> list[Node]:
         """Read the other state of each rank, in order of rank."""
@@ -217,9 +218,7 @@ class _Ranks:
             rank_names.require_ranks(self.directory, EXTRA, paths, len(self.files[MODEL]))
             return [self.sources.read(path, self.sources.add(path)).root for path in paths]
         except SourceError as error:
-            release_frames(error)
-            text = f"the scheduler's state, and random states ({error})"
-            self.unread[text] = NoteKind.LEFT_OUT
+            self._leave_out("the scheduler's state, and random states", error, NoteKind.LEFT_OUT)
             return []
 
     def _differing(self, optimizer: RanksOptimizer) -> _Copies:
@@ -308,8 +307,9 @@ class _Ranks:
             unread[f"{show_few(strays)}, of other ranks"] = NoteKind.LEFT_OUT
         for text, note_kind in unread.items():
             yield Note(f"Not read: {text}.", note_kind)
-        if self.fault is not None:
-            yield self.fault
+        for error in self.faults:
+            if isinstance(error, DisagreementError):
+                yield Note(f"{error}.", NoteKind.MIXED)
         if optimizer.untold:
             text = (
                 f"No file tells which parameters the optimizer's states are of: {optimizer.untold}"

@@ -1,7 +1,7 @@
 """Names of the files that FSDP's ranks save in verl, and of those next to them."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -84,17 +84,6 @@ def require_ranks(directory: Path, kind: str, paths: Collection[Path], ranks: in
     """Refuse files of some of the ranks."""
     numbers = {int(match[3]): path for path in paths if (match := _FILE.fullmatch(path.name))}
     _require_all(directory, kind, ranks, numbers)
-
-
-def incomplete(directory: Path) -> Iterator[IncompleteError]:
-    """Find ranks of which a model is there, and something else is missing."""
-    files = files_of(directory)
-    for kind in (OPTIMIZER, EXTRA):
-        try:
-            if files[kind]:
-                require_ranks(directory, kind, files[kind], len(files[MODEL]))
-        except IncompleteError as error:
-            yield error
 
 
 def _require_all(directory: Path, kind: str, ranks: int, paths: Mapping[int, Path]) -> None:
