@@ -40,7 +40,7 @@ def read_facts(given: str | os.PathLike[str] | Mapping[str, Any]) -> Facts:
     import tomllib  # not at the top: most runs need no facts
 
     path = as_path(given)
-    text = _text_of(path)
+    text = text_of(path)
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -91,7 +91,7 @@ class _Document:
             return None
         if isinstance(value, str | os.PathLike):
             path = self._path(value)
-            return RuleLines(_text_of(path), str(path))
+            return RuleLines(text_of(path), str(path))
         lines = self._texts(key, value, "a list of lines, or a path")
         return RuleLines("\n".join(lines), f"{self.name}: source.{key}")
 
@@ -115,7 +115,7 @@ class _Document:
                 raise UsageError(f"{self.name}: {where}{key} is not known; there are {listed}")
 
 
-def _text_of(path: Path) -> str:
+def text_of(path: Path) -> str:
     """Read a file that the user names."""
     try:
         return read_document(path).decode("utf-8-sig")

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from streamshard.errors import UsageError
 from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.facts_file import text_of
 from streamshard.grafting.grafted_source import grafted
 from streamshard.grafting.record import GraftReport, RuleCount
 from streamshard.grafting.rules import Rules
-from streamshard.io.entries import read_document
-from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
 from streamshard.layout.batch import BatchPlan
 from streamshard.native.resharding import resharding_of
@@ -76,12 +75,9 @@ def _plan(options: GraftOptions) -> TransferPlan:
 
 
 def _read(path: Path) -> Rules:
-    with source_errors(path):
-        text = read_document(path)
+    text = text_of(path)
     try:
-        return Rules.of(text.decode())
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: is no text in UTF-8") from error
+        return Rules.of(text)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
 

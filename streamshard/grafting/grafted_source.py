@@ -13,14 +13,7 @@ from streamshard.formats.checkpoint import GRAFT_RECORD, OtherFile, ParamGroup
 from streamshard.formats.dcp.dcp_writer import value_item
 from streamshard.grafting.assembly import Assembly, Dicts, States, with_part_files
 from streamshard.grafting.job_state import grafted_state
-from streamshard.grafting.origins import (
-    Inventory,
-    Origin,
-    Shape,
-    dropped_rows,
-    names_of,
-    origins_of,
-)
+from streamshard.grafting.origins import Inventory, Origin, Shape, names_of, origins_of
 from streamshard.grafting.pieces import SCRATCH_BYTES, Leading, Piece, Pieces
 from streamshard.grafting.record import Checkpointed, GraftRecord, RuleCount
 from streamshard.grafting.requirements import (
@@ -246,7 +239,10 @@ class _ByRules(Assembly):
             self._count(label, [start.shapes[name] for name in names])
         if dropped := [shape for n, shape in source.shapes.items() if self._rules.drops(n)]:
             self._count(DROP, dropped)
-        fewer = [f"{count:,} of '{name}'" for name, count in dropped_rows(source, start, origins)]
+        before, after = source.shapes, start.shapes
+        cut = {n: o.source for n, o in origins.items() if o.rows is not None and o.source}
+        counts = {name: before[old][0] - after[name][0] for name, old in cut.items()}
+        fewer = [f"{count:,} of '{name}'" for name, count in counts.items() if count > 0]
         if fewer:
             self._notes.append(
                 f"Rows that START does not have, and that are dropped: {some_of(fewer)}."

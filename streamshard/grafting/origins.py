@@ -1,7 +1,7 @@
 """Where each tensor of START gets its values from: the same name in SRC, or what a rule says."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Final, Self
@@ -274,20 +274,8 @@ def _require_same_part(whole: Inventory, source: Inventory, start: Inventory, ru
             message = f"'{name}' of START is on another stage of the pipeline than SRC's"
             message = f"{message} '{choice.source}', and a graft goes stage by stage. Take both to"
             message = f"{message} one stage first, with 'streamshard repartition' and"
-            message = f"{message} {Option('pipeline_parallel', 1)}, and the result to START's"
-            raise UsageError(f"{message} stages, with START as {Option('like')}")
-
-
-def dropped_rows(
-    source: Inventory, start: Inventory, origins: Mapping[str, Origin]
-) -> Iterator[tuple[str, int]]:
-    """Yield the tensors of START that have fewer rows than SRC's, and how many fewer."""
-    before, after = source.shapes, start.shapes
-    for name, origin in origins.items():
-        if origin.rows is not None and origin.source is not None:
-            fewer = before[origin.source][0] - after[name][0]
-            if fewer > 0:
-                yield name, fewer
+            message = f"{message} {Option('pipeline_parallel', 1)}, and then what is grafted back"
+            raise UsageError(f"{message} to START's stages, with START as {Option('like')}")
 
 
 def names_of(origins: Mapping[str, Origin]) -> dict[str, Sequence[str]]:

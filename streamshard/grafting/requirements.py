@@ -35,13 +35,13 @@ def require_alike(trained: Source, begun: Source, *, is_fresh: bool) -> None:
         raise UsageError(f"{message}, with engine.save_checkpoint()", path=begun.path)
     for opened in (trained, begun):
         require_zero(opened)
-    parts = [len(checkpoint.model_parts) for checkpoint in (source, start)]
-    degrees = [known_degrees(checkpoint) for checkpoint in (source, start)]
-    if parts[0] != parts[1] or degrees[0] != degrees[1]:
-        message = f"SRC has {counted(parts[0], 'model-parallel part')}, START {parts[1]}"
-        if parts[0] == parts[1]:
-            message = f"SRC was saved with {degrees[0]}, START with {degrees[1]}"
-        message = f"{message}: give both the same degrees first, with 'streamshard repartition'"
+    degrees = [
+        known_degrees(one) or counted(len(one.model_parts), "model-parallel part")
+        for one in (source, start)
+    ]
+    if degrees[0] != degrees[1]:
+        message = f"SRC was saved with {degrees[0]}, START with {degrees[1]}: give both the same"
+        message = f"{message} degrees first, with 'streamshard repartition'"
         raise UsageError(message, path=trained.path)
     if any(map(_has_taken_a_step, start.model_parts)):
         message = "has taken a step: START is what the new job saves before its first step"
