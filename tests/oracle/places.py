@@ -19,7 +19,11 @@ FUSED = "|"
 
 def part_of_model(engine: Engine) -> int | None:
     """Return the model-parallel rank: which part of the layers this process holds, if not all."""
-    return int(engine.checkpoint_mp_rank) if engine.mp_world_size > 1 else None
+    if engine.mp_world_size == 1:
+        return None
+    # Older versions only ask the grid.
+    known = getattr(engine, "checkpoint_mp_rank", None)
+    return int(engine.mpu.get_model_parallel_rank() if known is None else known)
 
 
 def global_names(engine: Engine) -> Callable[[str], str]:

@@ -188,7 +188,7 @@ def carried_out(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Done]:
         found = streamshard.verify(sides[2], against=sides[0])
         assert (found.problems, found.differences) == ((), ())
         old, begun = (Truth.load(path(name, f"{what}.pt")) for what in ("old", "start"))
-        _wanted(way, old, begun).save(path(name, "wanted.pt"))
+        wanted(way, old, begun).save(path(name, "wanted.pt"))
     resume = {
         name: Resume(way.new, path(name, "out"), path(name, "resumed.pt"), further_steps=3)
         for name, way in WAYS.items()
@@ -209,7 +209,7 @@ def _done(place: Path) -> Done:
     return Done(*(Truth.load(path) for path in paths if path.exists()))
 
 
-def _wanted(way: Way, old: Truth, start: Truth) -> Truth:
+def wanted(way: Way, old: Truth, start: Truth) -> Truth:
     """Put together what the new job holds if it goes on from the trained one."""
 
     def value(

@@ -1,14 +1,17 @@
 """Grafts between jobs of older versions of DeepSpeed, and from one of them to the newest."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import streamshard
+from tests.oracle.compare import differences
 from tests.oracle.jobs import Resume, Train
 from tests.oracle.ranks import older_deepspeed, require_success, run_jobs
 from tests.oracle.test_graft import SCENARIOS, STEPS, _expected, _job, case
+from tests.oracle.test_graft_parts import WAYS, wanted
 from tests.oracle.truth import Truth
 
 CHANGES = [one for one in SCENARIOS if one.name in ("tokens", "deeper", "fresh")]
@@ -53,3 +56,21 @@ def test_an_engine_of_each_version_resumes(
             for name, value in tensors.items():
                 expected = _expected(one, trained, start, state, name)
                 assert torch.equal(value, expected), (one.name, state, name)
+
+
+@pytest.mark.parametrize("version", ["0.14.5", "0.16.9"])
+def test_an_engine_of_each_version_resumes_a_pipeline(version: str, tmp_path: Path) -> None:
+    way, at, work = WAYS["pipeline"], older_deepspeed(version), tmp_path / "work"
+    paths = {what: tmp_path / f"{what}.pt" for what in ("old", "start", "resumed")}
+    train = Train(way.old, tmp_path / "source", paths["old"], seed=11)
+    require_success(run_jobs(way.ranks, [train], work, deepspeed_at=at))
+    start = Train(way.new, tmp_path / "start", paths["start"], steps=0, seed=23)
+    require_success(run_jobs(way.new_ranks, [start], work, deepspeed_at=at))
+    (tmp_path / "rules").write_text(way.rules)
+    sides = tmp_path / "source", tmp_path / "start", tmp_path / "out"
+    streamshard.graft(*sides, rules=tmp_path / "rules", verify=True)
+    resume = Resume(way.new, tmp_path / "out", paths["resumed"], further_steps=1)
+    require_success(run_jobs(way.new_ranks, [resume], work, deepspeed_at=at))
+    old, begun, resumed = (Truth.load(path) for path in paths.values())
+    both = (replace(one, client_state={}) for one in (wanted(way, old, begun), resumed))
+    assert differences(*both) == []
