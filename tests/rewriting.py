@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import zarr
-from zarr.codecs import BytesCodec, GzipCodec, TransposeCodec, ZstdCodec
+from zarr.codecs import BytesCodec, GzipCodec, TransposeCodec
 
 Options = dict[str, Any]
 Choice = Callable[[tuple[int, ...]], Options]
@@ -49,7 +49,6 @@ REWRITES: dict[str, Choice] = {
     "zarr shards": _shards,
     "big endian": lambda shape: {"serializer": BytesCodec(endian="big"), "compressors": None},
     "transposed": _transposed,
-    "twice compressed": lambda shape: {"compressors": [GzipCodec(), ZstdCodec()]},
     "other keys": lambda shape: {"chunk_key_encoding": {"name": "v2", "separator": "."}},
 }
 
