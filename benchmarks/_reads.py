@@ -13,7 +13,7 @@ from unittest import mock
 from streamshard.engine.run.source_reader import Checked, SourceReader
 from streamshard.operations.compact import archive, omissions
 from streamshard.operations.compact.receipts import CheckLog
-from streamshard.operations.compact.run_context import ProofContext
+from streamshard.operations.compact.run_context import RunContext
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -22,7 +22,7 @@ OTHER: Final = "outside of a proof"
 _STEPS: Final = (
     (omissions, "exact_casts", "weights are casts"),
     (archive, "_write_store", "writing the archive"),
-    (ProofContext, "hash_all", "SHA-256 to record"),
+    (RunContext, "hash_all", "SHA-256 to record"),
 )
 """Steps that read and are no proofs in a receipt."""
 P = ParamSpec("P")

@@ -14,7 +14,17 @@ from streamshard.transfer.plan import TransferPlan
 from streamshard.transfer.report import Report
 from tests.cli.conftest import streamshard
 from tests.cli.test_targets import mount
-from tests.compact.runs import FIRST, HEALTH, RECORD, actions, bits, make_run, receipt_of, tags_in
+from tests.compact.runs import (
+    FIRST,
+    HEALTH,
+    RECORD,
+    actions,
+    bits,
+    failed_checks,
+    make_run,
+    receipt_of,
+    tags_in,
+)
 from tests.fabricated import edit
 from tests.job import Job
 
@@ -38,11 +48,6 @@ def own_files(archive: Path) -> list[str]:
     """List what is in a directory of archives except them and the records of runs."""
     found = [path.name for path in archive.iterdir() if path.name.startswith(".")]
     return [name for name in found if name not in (RECORD, HEALTH)]
-
-
-def failed_checks(archive: Path) -> list[str]:
-    """Name what was found wrong."""
-    return [check["name"] for check in receipt_of(archive, FIRST)["checks"] if not check["holds"]]
 
 
 def change_a_weight(rebuilt: Path) -> None:

@@ -138,3 +138,8 @@ def later(days: float) -> datetime:
 ALL = {tag_of(step) for step in STEPS}
 FIRST = tag_of(STEPS[0])
 """The one that may go."""
+
+
+def failed_checks(archive: Path) -> list[str]:
+    """Name what was found wrong with the archive of the first tag."""
+    return [check["name"] for check in receipt_of(archive, FIRST)["checks"] if not check["holds"]]

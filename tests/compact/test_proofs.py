@@ -16,7 +16,7 @@ from streamshard.engine.run.memory_limits import Limits
 from streamshard.engine.run.phases import Progress
 from streamshard.operations.compact import omissions, removal
 from streamshard.operations.compact.receipts import Receipt
-from streamshard.operations.compact.run_context import ProofContext
+from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.tag_checks import unchanged
 from streamshard.source.source import Source
 from tests.compact.runs import (
@@ -28,8 +28,8 @@ from tests.compact.runs import (
     actions,
     age,
     damage,
+    failed_checks,
     make_run,
-    receipt_of,
     tags_in,
 )
 from tests.fabricated import edit
@@ -50,11 +50,6 @@ def test_each_side_is_read_so_often_and_no_oftener(tmp_path: Path) -> None:
     # comparison with the files that are rebuilt from the archive.
     assert source == pytest.approx(6 / 14 + 12 / 14 + 12 / 14 + 1 + 1, abs=ROOM), found
     assert archive == pytest.approx(2 + 16 / 12, abs=ROOM), found
-
-
-def failed_checks(archive: Path) -> list[str]:
-    """Name what was found wrong."""
-    return [check["name"] for check in receipt_of(archive, FIRST)["checks"] if not check["holds"]]
 
 
 @pytest.mark.parametrize("runs", [[True], [False, True]], ids=["at once", "later"])
@@ -115,8 +110,8 @@ def test_a_proof_of_this_night_holds_only_for_what_has_not_changed_since(
     change: Callable[[Path, Path], None],
     check: str,
 ) -> None:
-    def late(receipt: Receipt, root: Path, proofs: ProofContext | None) -> str:
-        told = unchanged(receipt, root, proofs)
+    def late(receipt: Receipt, root: Path, context: RunContext | None = None) -> str:
+        told = unchanged(receipt, root, context)
         if not done:
             change(run, archive)
             done.append(True)

@@ -28,7 +28,7 @@ from streamshard.operations.compact.receipts import (
     SourceRecord,
     show_moment,
 )
-from streamshard.operations.compact.run_context import ProofContext, RunContext
+from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import change_digest, identity_of, open_tag
 from streamshard.operations.compact.tag_checks import accounted_for, records_of
 from streamshard.operations.convert.convert import store_output
@@ -81,7 +81,7 @@ def archive_tag(
         source=(), checks=(),
     )  # fmt: skip
     begun.write(archived.receipt)
-    derived = omissions.exact_casts(opened, context.proofs.limits, context.proofs.progress)
+    derived = omissions.exact_casts(opened, context.limits, context.progress)
     tensors = opened.checkpoint.tensors
     receipt = replace(
         begun,
@@ -129,7 +129,7 @@ def _write_store(
     *,
     overwrite: bool,
 ) -> None:
-    limits = context.proofs.limits
+    limits = context.limits
     options = ConvertOptions(
         context.run_dir / archived.tag,
         archived.store,
@@ -142,32 +142,32 @@ def _write_store(
     require_separate(small.path, archived.store, small.directories)
     output = store_output(small, verb="compact", options=options, known=health)
     plan = plan_output(options, output, archived.store, limits.floor_bytes)
-    plan.run(context.proofs.progress)
+    plan.run(context.progress)
 
 
 def _proved(
     context: RunContext, receipt: Receipt, small: Source, log: CheckLog, whole: Source | None
 ) -> tuple[Receipt, Proof | None]:
-    archived, proofs, run_dir = context.archive_of(receipt), context.proofs, context.run_dir
+    archived, run_dir = context.archive_of(receipt), context.run_dir
     with source_errors(run_dir):
-        digests = proofs.hash_all([file.path for file in small.files])
+        digests = context.hash_all([file.path for file in small.files])
     both = zip(receipt.source, digests, strict=True)
     source = tuple(replace(record, sha256=digest) for record, digest in both)
     with target_errors(archived.store):
         _remove_begun_links(archived)  # before they are listed
-        sums = sums_of(archived, proofs)
-        shared = _share(archived, sums, proofs)
+        sums = sums_of(archived, context)
+        shared = _share(archived, sums, context)
         sync_tree(archived.store)
         # Before anything is read: what is written from here on is not what was compared.
         digest = change_digest(archived.store)
     archived.write_sums(sums)
-    archive = prove(small, archived, proofs, log)
+    archive = prove(small, archived, context, log)
     # If an archive does not give back its tag, the removal of the tag says why.
     comes_back = whole is not None and log.holds(
-        "rebuilt_equal", lambda: rebuilt_equal(whole, archive, archived, proofs)
+        "rebuilt_equal", lambda: rebuilt_equal(whole, archive, archived, context)
     )
     if not comes_back:
-        log.run("content_equal", lambda: content_equal(archive, small, proofs))
+        log.run("content_equal", lambda: content_equal(archive, small, context))
     log.run("source_unchanged", lambda: _require_unchanged(small, receipt.source, run_dir))
     with target_errors(archived.store):
         remove(partial_of(archived.store))  # of a run that was killed, and is not needed now
@@ -193,7 +193,7 @@ def _require_unchanged(source: Source, records: tuple[SourceRecord, ...], run_di
     return counted(len(records), "file")
 
 
-def _share(archived: ArchivedTag, sums: dict[str, str], proofs: ProofContext) -> list[str]:
+def _share(archived: ArchivedTag, sums: dict[str, str], context: RunContext) -> list[str]:
     """Replace files by links to equal files in earlier archives; return the paths of the links.
 
     If the file system has no hard links, or a file has too many, the file stays as it is.
@@ -204,7 +204,7 @@ def _share(archived: ArchivedTag, sums: dict[str, str], proofs: ProofContext) ->
     return [
         path
         for path, digest in sums.items()
-        if digest in earlier and _link(earlier[digest], archived.store / path, digest, proofs)
+        if digest in earlier and _link(earlier[digest], archived.store / path, digest, context)
     ]
 
 
@@ -234,13 +234,13 @@ def _earlier_files(archived: ArchivedTag) -> dict[str, Path]:
     return files
 
 
-def _link(known: Path, path: Path, digest: str, proofs: ProofContext) -> bool:
+def _link(known: Path, path: Path, digest: str, context: RunContext) -> bool:
     """Replace a file by a link to a known file, after checking the known file's SHA-256."""
     link = path.with_name(_LINK)
     try:
         if is_same_file(known, path):
             return True
-        if proofs.hash_all([known]) != [digest]:
+        if context.hash_all([known]) != [digest]:
             return False
         place_of(link).make_link(known, link)
     except OSError:

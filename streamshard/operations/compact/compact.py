@@ -69,7 +69,7 @@ from streamshard.operations.compact.removal import (
     purge,
     record_back,
 )
-from streamshard.operations.compact.run_context import ProofContext, RunContext, TagProgress
+from streamshard.operations.compact.run_context import RunContext, TagProgress
 from streamshard.operations.compact.run_directory import (
     identity_of,
     require_on_disk,
@@ -130,8 +130,7 @@ def compact(options: _Compact) -> Compaction:
     if not current_executor().shares_memory:
         _require_for_cluster(options)
     progress = TagProgress(options.progress or Silent(), options.bytes_per_second)
-    proofs = ProofContext(limits, progress)
-    context = RunContext(run_dir, archive_dir, identity_of(run_dir), now, proofs)
+    context = RunContext(run_dir, archive_dir, identity_of(run_dir), now, limits, progress)
     found = tuple(CompactRun(options, context).results())
     seconds = time.monotonic() - began
     patterns = () if options.is_by_hand else options.keep_tags
@@ -141,12 +140,12 @@ def compact(options: _Compact) -> Compaction:
 
 
 def _require_for_cluster(options: CompactOptions) -> None:
-    if options.packed:
-        message = "a cluster writes no archives of one file; leave it out"
-        raise UsageError(f"{Option('packed', True)}: {message}")
-    if options.bytes_per_second is not None:
-        message = "workers of a cluster keep to no rate; leave it out"
-        raise UsageError(f"{Option('bytes_per_second', options.bytes_per_second)}: {message}")
+    for name, why in (
+        ("packed", "a cluster writes no archives of one file"),
+        ("bytes_per_second", "workers of a cluster keep to no rate"),
+    ):
+        if value := getattr(options, name):
+            raise UsageError(f"{Option(name, value)}: {why}; leave it out")
 
 
 def _unmatched(patterns: Sequence[str], tags: Sequence[CompactedTag]) -> Iterator[str]:
@@ -292,7 +291,7 @@ class CompactRun:
         """Do what was decided; returns the results, of which an error is one too."""
         results = []
         for outcome in outcomes:
-            self._context.proofs.progress.tag = outcome.tag
+            self._context.progress.tag = outcome.tag
             try:
                 results.append(self._carry_out(outcome))
             except StreamshardError as error:
@@ -356,7 +355,7 @@ class CompactRun:
             message = f"{store}: gone, and {archived.receipt} says that it was made"
             raise CorruptFileError(f"{message}; remove the receipt to archive {tag} again")
         try:
-            unchanged(receipt, self._context.run_dir / tag, None)
+            unchanged(receipt, self._context.run_dir / tag)
         except SourceError as error:
             message = f"{error}. {store} may be of another save, so this one is kept"
             raise CorruptFileError(f"{message}; move one of them away") from error

@@ -1,7 +1,7 @@
 """What `compact` returns, and the record of the last run, which lies next to the archives."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 
@@ -124,17 +124,16 @@ class RunRecord(JsonRecord):
             parse_moment(moment)
 
     def after(
-        self, tags: Iterable[CompactedTag], error: StreamshardError | None = None, at: str = ""
+        self, tags: Sequence[CompactedTag], error: StreamshardError | None, at: str
     ) -> "RunRecord":
         """Return the outcome of the run; an error ended it before every tag had its turn."""
-        done = [*tags]
-        problems = tuple(tag for tag in done if tag.needs_attention)
+        problems = tuple(tag for tag in tags if tag.needs_attention)
         codes = [one.exit_code for one in (error, *problems) if one is not None and one.exit_code]
         return replace(
             self,
             ended=at,
             exit_code=codes[0] if codes else 0,
             error=str(error or ""),
-            actions=dict(Counter(tag.action for tag in done)),
+            actions=dict(Counter(tag.action for tag in tags)),
             problems=problems,
         )

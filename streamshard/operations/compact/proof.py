@@ -29,7 +29,7 @@ from streamshard.io.place import place_of
 from streamshard.layout.memory_plan import COMPARING_BYTES
 from streamshard.operations.compact import omissions
 from streamshard.operations.compact.receipts import ArchivedTag, Check, CheckLog, Receipt
-from streamshard.operations.compact.run_context import ProofContext
+from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import change_digest
 from streamshard.operations.repartition.repartition import prepare
 from streamshard.options import RepartitionOptions
@@ -64,7 +64,7 @@ class Proof:
 def prove(
     source: Source,
     archived: ArchivedTag,
-    proofs: ProofContext,
+    context: RunContext,
     log: CheckLog,
     *,
     tag_only: bool = False,
@@ -77,7 +77,7 @@ def prove(
     """
     log.run("archive_synced", lambda: _synced(archived))
     findings = Findings()
-    log.run("archive_bytes", lambda: intact(archived, proofs, findings))
+    log.run("archive_bytes", lambda: intact(archived, context, findings))
     log.run("archive_verified", lambda: _verified(findings))
     resident_memory.restart_peak()
     with source_errors(archived.store):
@@ -106,7 +106,7 @@ def _synced(archived: ArchivedTag) -> str:
     return ""
 
 
-def intact(archived: ArchivedTag, proofs: ProofContext, findings: Findings | None = None) -> str:
+def intact(archived: ArchivedTag, context: RunContext, findings: Findings | None = None) -> str:
     """Require that every file of an archive has its SHA-256, read bypassing the page cache.
 
     If there are `findings` to fill, the same reading looks for other damage too.
@@ -118,22 +118,22 @@ def intact(archived: ArchivedTag, proofs: ProofContext, findings: Findings | Non
         raise IntegrityError(f"{archived.store / wrong}: {message}")
     paths = [archived.store / path for path in found]
     with source_errors(archived.store):
-        digests = {} if findings is None else read_archive(archived.store, proofs, findings)
+        digests = {} if findings is None else read_archive(archived.store, context, findings)
         rest = [path for path in paths if path not in digests]
-        digests |= zip(rest, proofs.hash_all(rest, archived.store), strict=True)
+        digests |= zip(rest, context.hash_all(rest, archived.store), strict=True)
     for path, name in zip(paths, found, strict=True):
         if digests[path] != sums[name]:
             raise IntegrityError(f"{path}: damaged: its SHA-256 differs")
     return counted(len(found), "file")
 
 
-def sums_of(archived: ArchivedTag, proofs: ProofContext) -> dict[str, str]:
+def sums_of(archived: ArchivedTag, context: RunContext) -> dict[str, str]:
     found = archived.files()
-    digests = proofs.hash_all([archived.store / path for path in found], archived.store)
+    digests = context.hash_all([archived.store / path for path in found], archived.store)
     return dict(zip(found, digests, strict=True))
 
 
-def read_archive(store: Path, proofs: ProofContext, findings: Findings) -> dict[Path, str]:
+def read_archive(store: Path, context: RunContext, findings: Findings) -> dict[Path, str]:
     """Read an archive, bypassing the page cache; the findings say what is wrong with it.
 
     Returns the SHA-256 of each file that was read from its first byte to its last. Files that are
@@ -148,9 +148,9 @@ def read_archive(store: Path, proofs: ProofContext, findings: Findings) -> dict[
     def note(file: int, sha256: str) -> None:
         whole[found.files[file].path] = sha256
 
-    proofs.progress.start(found.nbytes)
-    plan = proofs.limits.fit(found.codec_bytes + COMPARING_BYTES, found.files)
-    scan(found.units(), found.files, plan, proofs.progress.advance, note)
+    context.progress.start(found.nbytes)
+    plan = context.limits.fit(found.codec_bytes + COMPARING_BYTES, found.files)
+    scan(found.units(), found.files, plan, context.progress.advance, note)
     return whole
 
 
@@ -184,10 +184,10 @@ def _serialized(checkpoint: Checkpoint) -> bytes:
     return store_state.dump(store_state.without(replace(checkpoint, notes=()), ()), ())
 
 
-def content_equal(archive: Source, source: Source, proofs: ProofContext) -> str:
+def content_equal(archive: Source, source: Source, context: RunContext) -> str:
     """Require that both sides are equal in every bit of every tensor, and in everything else."""
     pairing = pair_up(archive, source)
-    found = compare(archive, source, pairing.pairs, proofs.limits, proofs.progress)
+    found = compare(archive, source, pairing.pairs, context.limits, context.progress)
     wrong = [problem.message for problem in found.findings.problems]
     wrong += [one.message for one in (*pairing.differences, *found.differences)]
     if wrong:
@@ -199,7 +199,7 @@ def rebuilt_equal(
     source: Source,
     archive: Source,
     archived: ArchivedTag,
-    proofs: ProofContext,
+    context: RunContext,
     *,
     tag_only: bool = False,
 ) -> str:
@@ -211,7 +211,7 @@ def rebuilt_equal(
     remove_rebuilt(archived.directory)
     with ExitStack() as stack:
         stack.callback(remove_rebuilt, archived.directory)
-        _rebuild(archive, rebuilt_dir, proofs)
+        _rebuild(archive, rebuilt_dir, context)
         resident_memory.restart_peak()
         with source_errors(rebuilt_dir):
             rebuilt = open_source(rebuilt_dir)
@@ -221,7 +221,7 @@ def rebuilt_equal(
             rebuilt, source = _without_modes(rebuilt), _without_modes(source)
         try:
             _state_equal(rebuilt, source)
-            return content_equal(rebuilt, source, proofs)
+            return content_equal(rebuilt, source, context)
         except IntegrityError as error:
             raise IntegrityError(
                 f"{archived.store}: does not give back its tag: {error}"
@@ -241,14 +241,14 @@ def remove_rebuilt(directory: Path) -> None:
         place_of(rebuilt).abort_uploads(rebuilt)
 
 
-def _rebuild(archive: Source, rebuilt_dir: Path, proofs: ProofContext) -> None:
-    limits = proofs.limits
+def _rebuild(archive: Source, rebuilt_dir: Path, context: RunContext) -> None:
+    limits = context.limits
     options = RepartitionOptions(
         archive.path, rebuilt_dir, memory_limit=limits.memory_limit, workers=limits.workers
     )
     try:
         prepared = partial(prepare, None, options, None)
-        plan_opened(options, lambda: archive, prepared).run(proofs.progress)
+        plan_opened(options, lambda: archive, prepared).run(context.progress)
     except NoSpaceError as error:
         message = "is archived, and stays until there is room to rebuild it from its archive"
         raise NoSpaceError(f"{message}: {error}") from error

@@ -71,9 +71,8 @@ def _check(
     proof: Proof | None,
 ) -> None:
     root, archived = context.run_dir / receipt.tag, context.archive_of(receipt)
-    proofs = None if proof else context.proofs
     log.run("same_run_directory", lambda: context.require_same_directory(receipt))
-    log.run("source_as_recorded", lambda: unchanged(receipt, root, proofs))
+    log.run("source_as_recorded", lambda: unchanged(receipt, root, None if proof else context))
     resident_memory.restart_peak()
     opened = open_tag(context.run_dir, receipt.tag)
     log.run("source_accounted_for", lambda: accounted_for(opened, root))
@@ -83,24 +82,24 @@ def _check(
         log.run("archive_unchanged", lambda: proof.require_unchanged(archived))
     else:
         _prove_again(context, opened, receipt, log)
-    log.run("source_unchanged", lambda: unchanged(receipt, root, None))
+    log.run("source_unchanged", lambda: unchanged(receipt, root))
     log.run("not_protected", require_removable)
     log.run("still_same_run_directory", lambda: context.require_same_directory(receipt))
 
 
 def _prove_again(context: RunContext, opened: Source, receipt: Receipt, log: CheckLog) -> None:
-    archived, proofs = context.archive_of(receipt), context.proofs
+    archived = context.archive_of(receipt)
     candidates = omissions.cast_candidates(opened.checkpoint).items()
     derived = [number for number, pair in candidates if pair.name in receipt.derived]
     # Files next to a tag stay, and those of a framework's checkpoint go with it.
     tag_only = opened.path != context.run_dir / receipt.tag
     small = omissions.narrowed(opened, derived)
-    archive = prove(small, archived, proofs, log, tag_only=tag_only)
+    archive = prove(small, archived, context, log, tag_only=tag_only)
     # What the store's reader gives is written into files, and every bit of these is the tag's:
     # so the archive's tensors are the tag's, and weights that it leaves out follow from them.
     log.run(
         "rebuilt_equal",
-        lambda: rebuilt_equal(opened, archive, archived, proofs, tag_only=tag_only),
+        lambda: rebuilt_equal(opened, archive, archived, context, tag_only=tag_only),
     )
 
 
@@ -122,14 +121,14 @@ def purge(
     log.run("same_run_directory", lambda: context.require_same_directory(receipt))
     if not is_begun:
         root = trash.path_of(tag)
-        log.run("trash_as_recorded", lambda: unchanged(receipt, root, None))
+        log.run("trash_as_recorded", lambda: unchanged(receipt, root))
     elif receipt.state != PURGED:
         message = f"{archived.receipt}: is of another save than what is left of one in"
         message = f"{message} {trash.rest_of(tag)}; put back the archive of that, or"
         raise CorruptFileError(f"{message} remove it yourself")
     archived.require_possible(receipt, PURGED)
     log.run("same_archive", lambda: same_archive(receipt, archived))
-    log.run("archive_bytes", lambda: intact(archived, context.proofs))
+    log.run("archive_bytes", lambda: intact(archived, context))
     log.run("archive_opens", lambda: open_source(archived.store).checkpoint.tag)
     if require_unprotected is not None and not is_begun:
         log.run("not_protected", require_unprotected)
@@ -147,7 +146,7 @@ def bring_back(context: RunContext, tag: str) -> None:
     if receipt is None or not is_back(context, receipt):
         context.trash.move_out(tag)
     else:
-        unchanged(receipt, context.run_dir / tag, None)
+        unchanged(receipt, context.run_dir / tag)
     # Another receipt is of another save of that name.
     if receipt is not None and receipt.state in (ARCHIVED, TRASHED, PURGED):
         record_back(context, receipt)

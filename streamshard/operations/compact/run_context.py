@@ -59,51 +59,14 @@ class TagProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class ProofContext:
-    limits: Limits
-    progress: TagProgress
-
-    def _workers(self, files: Sequence[SourceFile]) -> int:
-        """Count the threads that read whole files; for objects each needs memory."""
-        if request_bytes(file.path for file in files):
-            return self.limits.fit(0, files).workers
-        return self.limits.workers or memory_limits.default_workers()
-
-    def hash_all(self, paths: Sequence[Path], below: Path | None = None) -> list[str]:
-        """Compute the SHA-256 of files as they are now on the disk, bypassing the page cache.
-
-        Most of `below` are these paths, so in a bucket it is listed.
-        """
-        with listings_kept(anew=True):
-            if below is not None:
-                list_ahead(below)
-            files = [identify(path) for path in paths]
-        self.progress.start(sum(file.nbytes for file in files))
-        with ThreadPoolExecutor(self._workers(files)) as pool:
-            return list(pool.map(self._hash, files))
-
-    def _hash(self, file: SourceFile) -> str:
-        drop_file(file.path)
-        digest, view, offset = sha256(), memoryview(bytearray(_READ_BYTES)), 0
-        ahead = ahead_of([file.path]).ahead if is_object(file.path) else 0
-        with open_readable(file.path, file) as stream:
-            while count := stream.read_into(view, offset):
-                offset += count
-                if ahead:
-                    stream.will_need(offset, ahead)
-                digest.update(view[:count])
-                self.progress.advance(count)
-        return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
 class RunContext:
     run_dir: Path
     archive_dir: Path
     here: tuple[int, int]
     """Device and inode of the run directory when the run began."""
     now: datetime
-    proofs: ProofContext
+    limits: Limits
+    progress: TagProgress
 
     @property
     def now_ns(self) -> int:
@@ -158,3 +121,35 @@ class RunContext:
             message = f"{self.run_dir}: is another directory, or on another device, than the one"
             raise CorruptFileError(f"{message} whose tag was archived; is that one elsewhere?")
         return ""
+
+    def hash_all(self, paths: Sequence[Path], below: Path | None = None) -> list[str]:
+        """Compute the SHA-256 of files as they are now on the disk, bypassing the page cache.
+
+        Most of `below` are these paths, so in a bucket it is listed.
+        """
+        with listings_kept(anew=True):
+            if below is not None:
+                list_ahead(below)
+            files = [identify(path) for path in paths]
+        self.progress.start(sum(file.nbytes for file in files))
+        with ThreadPoolExecutor(self._workers(files)) as pool:
+            return list(pool.map(self._hash, files))
+
+    def _hash(self, file: SourceFile) -> str:
+        drop_file(file.path)
+        digest, view, offset = sha256(), memoryview(bytearray(_READ_BYTES)), 0
+        ahead = ahead_of([file.path]).ahead if is_object(file.path) else 0
+        with open_readable(file.path, file) as stream:
+            while count := stream.read_into(view, offset):
+                offset += count
+                if ahead:
+                    stream.will_need(offset, ahead)
+                digest.update(view[:count])
+                self.progress.advance(count)
+        return digest.hexdigest()
+
+    def _workers(self, files: Sequence[SourceFile]) -> int:
+        """Count the threads that read whole files; for objects each needs memory."""
+        if request_bytes(file.path for file in files):
+            return self.limits.fit(0, files).workers
+        return self.limits.workers or memory_limits.default_workers()

@@ -24,7 +24,7 @@ from streamshard.layout.cutting import Ints, Segments
 from streamshard.layout.zero import FlatGroup
 from streamshard.model import ITEMSIZE, Copies, NoteKind
 from streamshard.operations.compact.receipts import Receipt, SourceRecord
-from streamshard.operations.compact.run_context import ProofContext
+from streamshard.operations.compact.run_context import RunContext
 from streamshard.sizes import counted
 from streamshard.source.source import Source
 from streamshard.source.structure import require_same_repeats
@@ -62,11 +62,11 @@ def records_of(source: Source, run_dir: Path) -> tuple[SourceRecord, ...]:
     return tuple(found)
 
 
-def unchanged(receipt: Receipt, root: Path, proofs: ProofContext | None) -> str:
+def unchanged(receipt: Receipt, root: Path, context: RunContext | None = None) -> str:
     """Require that a tag's files are those that were archived.
 
-    `root` is the present path of the tag directory. With `proofs`, the files' SHA-256 are compared
-    too; without, only size, time, inode and device.
+    `root` is the present path of the tag directory. With a `context`, the files' SHA-256 are
+    compared too; without, only size, time, inode and device.
     """
     records = receipt.below_tag()
     with source_errors(root):
@@ -78,8 +78,8 @@ def unchanged(receipt: Receipt, root: Path, proofs: ProofContext | None) -> str:
         for name, status in found.items():
             if difference := records[name].difference(status):
                 raise CorruptFileError(f"{root / name}: {difference}")
-        digests = proofs.hash_all([root / name for name in found]) if proofs else []
-    for name, digest in zip(found, digests, strict=bool(proofs)):
+        digests = context.hash_all([root / name for name in found]) if context else []
+    for name, digest in zip(found, digests, strict=bool(context)):
         if digest != records[name].sha256:
             raise CorruptFileError(f"{root / name}: its bytes are not those that were archived")
     return counted(len(found), "file")

@@ -97,7 +97,6 @@ class TagHealths:
             return str(error)
 
     def _measured(self, tag: Tag, looks: str) -> str:
-        proofs = self._context.proofs
         if tag.looks:
             opened = open_tag(self._context.run_dir, tag.name)
             request = Request(opened.path, opened.checkpoint.tag)
@@ -105,9 +104,9 @@ class TagHealths:
             receipt = self._context.archived(tag.name).require_receipt()
             request = Request(self._context.archive_of(receipt).store)
             opened = open_source(request.root)
-        progress = proofs.progress
+        progress = self._context.progress
         progress.tag = tag.name
-        found = Assessor(proofs.limits, progress, progress.advance).find(opened, request)
+        found = Assessor(self._context.limits, progress, progress.advance).find(opened, request)
         if any(problem.kind == UNREADABLE for problem in found.problems):
             self._unread.add((tag.name, looks))
         unhealthy = found.problems[0].message if found.problems else ""

@@ -100,9 +100,7 @@ def drop_states(context: RunContext, outcome: CompactedTag) -> CompactedTag:
     full = archived.full_of(receipt)
     if receipt.state != WEIGHTS_ONLY:
         dropped_at = receipt.dropped or show_moment(context.now)
-        store = WeightsOnlyStore.of(
-            full.store, at=dropped_at, why=_WHY, limits=context.proofs.limits
-        )
+        store = WeightsOnlyStore.of(full.store, at=dropped_at, why=_WHY, limits=context.limits)
         checkpoint = store.full.checkpoint
         if checkpoint.uncut is not None or not omissions.states_of(checkpoint):
             reason = "its archive holds no optimizer states"
@@ -124,7 +122,7 @@ def _make(context: RunContext, receipt: Receipt, store: WeightsOnlyStore) -> Rec
     try:
         log.run("original_gone", lambda: _require_original_gone(context, receipt))
         log.run("same_archive", lambda: same_archive(receipt, full))
-        log.run("full_archive_bytes", lambda: intact(full, context.proofs))
+        log.run("full_archive_bytes", lambda: intact(full, context))
         if receipt.state != DROPPING:
             _require_free(weights)
         # From now on, files under the names of the archive of weights are ours.
@@ -133,7 +131,7 @@ def _make(context: RunContext, receipt: Receipt, store: WeightsOnlyStore) -> Rec
         with target_errors(weights.store):
             for left in (partial_of(weights.store), weights.store):  # by a run that was cut off
                 remove(left)
-        store.write(weights.store, context.proofs.progress)
+        store.write(weights.store, context.progress)
         return _proved(context, latest, store, log)
     except StreamshardError:
         replace(latest, checks=log.checks).write(full.receipt)
@@ -150,14 +148,14 @@ def _require_free(weights: ArchivedTag) -> None:
 def _proved(
     context: RunContext, receipt: Receipt, store: WeightsOnlyStore, log: CheckLog
 ) -> Receipt:
-    full, proofs = context.archived(receipt.tag).full_of(receipt), context.proofs
+    full = context.archived(receipt.tag).full_of(receipt)
     weights = replace(full, of_weights=True)
     statuses = weights.statuses()
     with source_errors(weights.store):
-        sums = sums_of(weights, proofs)
+        sums = sums_of(weights, context)
     weights.write_sums(sums)
-    archive = prove(store.source, weights, proofs, log)
-    log.run("content_equal", lambda: content_equal(archive, store.source, proofs))
+    archive = prove(store.source, weights, context, log)
+    log.run("content_equal", lambda: content_equal(archive, store.source, context))
     log.run("original_still_gone", lambda: _require_original_gone(context, receipt))
     return weights.record(
         receipt,
@@ -179,7 +177,7 @@ def _require_original_gone(context: RunContext, receipt: Receipt) -> str:
 
 def _remove_full(context: RunContext, full: ArchivedTag) -> None:
     """Remove a full archive, after the archive of weights was checked once more."""
-    intact(replace(full, of_weights=True), context.proofs)
+    intact(replace(full, of_weights=True), context)
     store, going, sums = full.leftovers
     with target_errors(going):
         remove(going)
