@@ -56,6 +56,7 @@ def times_read(
     deletes: list[bool],
     *,
     packed: bool = False,
+    layers: int = 16,
 ) -> dict[str, list[float]]:
     """Compact a run directory night by night; returns how often the last night reads each side.
 
@@ -63,7 +64,8 @@ def times_read(
     """
     run, archive = root / "run", root / "archive"
     for step, size in ((1, nbytes), (2, nbytes // 100), (3, nbytes // 100)):
-        fabricate(root / "one", transformer(size, stage=stage), stage=stage, world_size=WORLD_SIZE)
+        model = transformer(size, stage=stage, layers=layers)
+        fabricate(root / "one", model, stage=stage, world_size=WORLD_SIZE)
         shutil.copytree(root / "one", run, dirs_exist_ok=True)
         shutil.rmtree(root / "one")
         (run / TAG).rename(run / f"global_step{step}")

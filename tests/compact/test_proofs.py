@@ -43,7 +43,7 @@ PARTS = 5
 
 
 def test_each_side_is_read_so_often_and_no_oftener(tmp_path: Path) -> None:
-    found = times_read(tmp_path, NBYTES, 2, [True])
+    found = times_read(tmp_path, NBYTES, 2, [True], layers=2)
     source, archive = (sum(column) for column in zip(*found.values(), strict=True))
     # Weights are held against their masters (6/14), the rest is written (12/14), and measured
     # (12/14), as nobody did so when it was one of the newest. Then come the SHA-256, and the

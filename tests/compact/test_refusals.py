@@ -222,7 +222,7 @@ def rewrite_and_list(run: Path, archive: Path) -> None:
 def put_archive_of(run: Path, name: str, archive: Path) -> None:
     """Put the whole archive of another tag in the place of one, and a list that fits it."""
     other = archive.with_name("other archive")
-    api.compact(run, other, keep_last=2)
+    api.compact(run, other, keep_last=3 if name == FIRST else 2)
     remove_the_store(run, archive)
     (other / f"{name}.zarr").rename(archive / f"{FIRST}.zarr")
     sums = (other / f"{name}.zarr.sha256").read_text().replace(name, FIRST)
