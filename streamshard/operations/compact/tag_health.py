@@ -65,8 +65,6 @@ class TagHealths:
         self._remembers = remembers
         """Whether what is found out is recorded: a dry run writes nothing."""
         self._known = dict[tuple[str, str], TagHealth]()
-        self._unread = set[tuple[str, str]]()
-        """What could not be read, which says nothing about what another run will find."""
         with suppress(SourceError):  # then each tag is read again, and the record replaced
             record = HealthRecord.of(context.archive_dir)
             self._known = {(one.tag, one.looks): one for one in record.tags}
@@ -74,16 +72,16 @@ class TagHealths:
     def read(self, tag: Tag) -> str | SourceError:
         """Say why a tag is not good, empty if it is; read it if that is not known.
 
-        The error is that of a tag that could not be read.
+        The error is that of a tag that could not be read. It is not remembered, as it says nothing
+        about what another run will find.
         """
-        reason = self._judge(tag, self._measured)
-        return SourceError(reason) if (tag.name, tag.looks) in self._unread else reason
+        return self._judge(tag, self._measured)
 
-    def recall(self, tag: Tag) -> str:
+    def recall(self, tag: Tag) -> str | SourceError:
         """Do the same without reading: a tag that is not known does not count as good."""
         return self._judge(tag, lambda _tag, _looks: "it was saved or changed since the run began")
 
-    def _judge(self, tag: Tag, otherwise: Callable[[Tag, str], str]) -> str:
+    def _judge(self, tag: Tag, otherwise: Callable[[Tag, str], str]) -> str | SourceError:
         try:
             # What is in the trash is identified by its archive, which holds all of it.
             archived = self._context.archived(tag.name)
@@ -92,9 +90,7 @@ class TagHealths:
             return otherwise(tag, looks) if known is None else known.unhealthy
         except StreamshardError as error:
             release_frames(error)
-            if kind_of(error) == UNREADABLE:
-                self._unread.add((tag.name, tag.looks))
-            return str(error)
+            return SourceError(str(error)) if kind_of(error) == UNREADABLE else str(error)
 
     def _measured(self, tag: Tag, looks: str) -> str:
         if tag.looks:
@@ -107,11 +103,11 @@ class TagHealths:
         progress = self._context.progress
         progress.tag = tag.name
         found = Assessor(self._context.limits, progress, progress.advance).find(opened, request)
-        if any(problem.kind == UNREADABLE for problem in found.problems):
-            self._unread.add((tag.name, looks))
         unhealthy = found.problems[0].message if found.problems else ""
         if tag.looks:
             unhealthy = unhealthy.removeprefix(f"{self._context.run_dir / tag.name}: ")
+        if any(problem.kind == UNREADABLE for problem in found.problems):
+            raise SourceError(unhealthy)
         when = show_moment(moment_of(tag.changed_ns)) if tag.looks else ""
         tensors = {} if unhealthy or not tag.looks else found.health
         self._known[tag.name, looks] = TagHealth(tag.name, looks, when, unhealthy, tensors)
@@ -127,7 +123,7 @@ class TagHealths:
         found = tuple(
             one
             for key, one in self._known.items()
-            if key not in self._unread and (key in there or (one.tag in trashed and not one.saved))
+            if key in there or (one.tag in trashed and not one.saved)
         )
         if self._remembers:
             with suppress(TargetError):
