@@ -137,9 +137,9 @@ def start(path: Path) -> None:
 MAKERS: tuple[tuple[str, Callable[[Path], object]], ...] = (
     (r"runs/7b/\w+_universal", universal),
     (r"runs/lora", lora),
-    (r"runs/7b-start|start", start),
+    (r"runs/7b-start|start|new", start),
     (r"\w+\.rules", lambda path: path.write_text("rows layers.0.weight\n")),
-    (r"runs/[\w-]+", runs),
+    (r"runs/[\w-]+|old", runs),
     (r"output", trainer_output),
     (rf"ckpt/{re.escape(DUMPS)}", dumps),
     (r"fsdp/step-500", of_a_run(lambda path: streamshard.export("runs/7b", path, format="dcp"))),

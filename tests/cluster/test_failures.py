@@ -136,7 +136,7 @@ def test_a_worker_that_comes_later_is_refused_too(empty: Client, run: Path) -> N
             runs_on(DaskExecutor(empty, worker_bytes_per_second=3_000)),
             pytest.raises(SourceError, match="is another file here") as caught,
         ):
-            streamshard.repartition(run, run.parent / "out", world_size=3, progress=Shown())
+            streamshard.repartition(run, run.parent / "out", world_size=9, progress=Shown())
         assert came[0] in caught.value.__notes__[0]
         later.close()
         goes_on(run, empty)
@@ -172,10 +172,10 @@ if __name__ == "__main__":
 def command(
     client: Client | str, run: Path, *, silent_seconds: int = 300
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a slow repartition as a process of its own, until something is written."""
+    """Run a slow repartition as a process of its own, until the first of many files are there."""
     address = client if isinstance(client, str) else client.scheduler_info()["address"]
     out = run.parent / "out"
-    arguments = ["repartition", run, out, "--world-size", "3", "--dask", address]
+    arguments = ["repartition", run, out, "--world-size", "9", "--dask", address]
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, str(silent_seconds), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -198,9 +198,9 @@ def goes_on(run: Path, client: Client | None) -> None:
     """Require that the same command goes on."""
     out, near = run.parent / "out", run.parent / "near"
     with nullcontext() if client is None else streamshard.executor(client):
-        done = streamshard.repartition(run, out, world_size=3)
+        done = streamshard.repartition(run, out, world_size=9)
     assert 0 < done.kept_bytes < done.bytes_written
-    streamshard.repartition(run, near, world_size=3)
+    streamshard.repartition(run, near, world_size=9)
     assert tree(out) == tree(near)
     assert set(names(run.parent)) - {"run.copy"} == {"near", "out", "run"}
 
