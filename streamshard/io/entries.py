@@ -154,7 +154,7 @@ def is_listed(directory: Path) -> bool:
 
 def listed_below(root: Path) -> list[Entry]:
     """List all entries below a directory as they are now, objects with their status."""
-    with listings_kept(anew=True):
+    with listings_kept(fresh=True):
         list_ahead(root)
         return list(entries_below(root))
 

@@ -31,7 +31,7 @@ def require_unchanged(source: SourceFile) -> None:
 
 
 def require_all_unchanged(files: Sequence[SourceFile]) -> None:
-    with listings_kept(anew=True):
+    with listings_kept(fresh=True):
         for some in _by_checkpoint(files):
             root = _common_directory(some)
             if root is not None:

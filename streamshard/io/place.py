@@ -163,12 +163,12 @@ _kept: Final[ContextVar[dict[type, Any] | None]] = ContextVar("kept", default=No
 
 
 @contextmanager
-def listings_kept(*, anew: bool = False) -> Iterator[None]:
+def listings_kept(*, fresh: bool = False) -> Iterator[None]:
     """Let places keep listings, small files and headers while a checkpoint is opened.
 
-    `anew`: whether what was kept before this may not be used.
+    `fresh`: whether what was kept before this may not be used.
     """
-    if _kept.get() is not None and not anew:
+    if _kept.get() is not None and not fresh:
         yield
         return
     token = _kept.set({})

@@ -40,11 +40,11 @@ def found(plan: TransferPlan, progress: Progress | None = None) -> Report | None
     """Return a report if the target holds what the run would write, else None."""
     difference, state = None, TargetState.of(plan.target, plan.output.template)
     if not state.is_settled:
-        told = progress or Silent()
+        progress = progress or Silent()
         try:
-            told.start(plan.report.bytes_written, COMPARING)
+            progress.start(plan.report.bytes_written, COMPARING)
             whole = plan.options.verify or any(map(plan.options.is_given, ("facts", "like")))
-            difference = _difference(plan, told) if whole else _other_record(plan, told)
+            difference = _difference(plan, progress) if whole else _other_record(plan, progress)
         except (IntegrityError, SourceError, TargetError) as error:
             is_ours = plan.output.packs or not isinstance(error, TargetError)
             if not is_ours or _is_elsewhere(plan, error):

@@ -68,11 +68,11 @@ class TransferPlan:
         return found
 
     def run(self, progress: Progress | None = None) -> Report:
-        options, told = self.options, progress or Silent()
+        options, progress = self.options, progress or Silent()
         if options.is_lenient and (found := self.found(progress)) is not None:
             return found
         check = self.output.check
-        noted = () if check is None else check(self.memory, told) or ()
+        noted = () if check is None else check(self.memory, progress) or ()
         with transaction_of(self.target)(
             self.target,
             self.identity,
@@ -82,11 +82,11 @@ class TransferPlan:
             template=self.output.template,
         ) as transaction:
             divider, began = Divider(self.source), time.monotonic()
-            told.start(self.report.bytes_written, WRITING)
+            progress.start(self.report.bytes_written, WRITING)
             if transaction.is_written:
-                told.keep(transaction.kept_bytes)
-                told.advance(transaction.kept_bytes)
-            unchecked = self._write(divider, transaction, told)
+                progress.keep(transaction.kept_bytes)
+                progress.advance(transaction.kept_bytes)
+            unchecked = self._write(divider, transaction, progress)
             done = replace(
                 self.report,
                 kept_bytes=transaction.kept_bytes,

@@ -73,7 +73,7 @@ class UploadState(TargetState):
 
     @classmethod
     def at(cls, target: ObjectPath, template: Template | None = None) -> Self:
-        with listings_kept(anew=True):
+        with listings_kept(fresh=True):
             is_committed, journal, begun, has_object, is_occupied = together(
                 lambda: has_file(target / COMMITTED),
                 lambda: UploadJournal(target / JOURNAL),
@@ -95,7 +95,7 @@ class UploadState(TargetState):
     def _require_free(self, *, overwrite: bool) -> None:
         if self.is_unfinished or not self.is_occupied:
             return
-        with listings_kept(anew=True):
+        with listings_kept(fresh=True):
             # All objects, as a service may list directories that are empty.
             list_ahead(self.target)
             self._require_replaceable(overwrite=overwrite)

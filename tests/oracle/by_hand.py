@@ -1,13 +1,14 @@
 """Puts a training state into a fresh engine by hand, without a checkpoint, and trains on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 
+from tests.oracle.compare import differences
 from tests.oracle.jobs import (
     Resume,
     _further,
@@ -31,6 +32,37 @@ class ByHand:
     """The truth to be put into the engine."""
     truth_path: Path
     further_steps: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """What the engines held."""
+
+    old: Truth
+    wanted: Truth
+    """What the resumed one is to hold."""
+    resumed: Truth
+    after: Truth
+    """The resumed one after three steps."""
+    hand: Truth | None = None
+    """An engine of the new job into which all that was put by hand."""
+    hand_after: Truth | None = None
+
+    def require_the_same(self) -> None:
+        """Require that the resumed engine holds what it is to hold, and trains on so."""
+        assert decisive_differences(self.wanted, self.resumed) == []
+        assert self.resumed.client_state.keys() == self.old.client_state.keys()
+        if self.hand is not None and self.hand_after is not None:
+            assert decisive_differences(self.resumed, self.hand) == []
+            assert decisive_differences(self.after, self.hand_after) == []
+        assert self.after.counters["global_steps"] == self.resumed.counters["global_steps"] + 3
+        before, after = self.resumed.states["fp32"], self.after.states["fp32"]
+        assert any(not torch.equal(value, before[name]) for name, value in after.items())
+
+
+def decisive_differences(one: Truth, other: Truth) -> list[str]:
+    """Compare what decides the next step; client state is not put in by hand."""
+    return differences(replace(one, client_state={}), replace(other, client_state={}))
 
 
 def by_hand(job: ByHand) -> None:

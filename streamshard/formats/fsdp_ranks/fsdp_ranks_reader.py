@@ -228,8 +228,8 @@ class _Ranks:
         """
         boxes = {**self.boxes, **{one.label: one.boxes for one in optimizer.cut.values()}}
         pairs = {
-            name: [(box.tensor, copy) for box in held for copy in box.copies]
-            for name, held in boxes.items()
+            name: [(box.tensor, copy) for box in tensor_boxes for copy in box.copies]
+            for name, tensor_boxes in boxes.items()
         }
         found = {name: [pair for pair in own if not alike(*pair)] for name, own in pairs.items()}
         return {name: own for name, own in found.items() if own}
@@ -323,9 +323,9 @@ class _Ranks:
             text = f"The ranks' files differ in {show_few([*differing])}"
             # The checksums that tell are those of storages.
             more = f", or in memory that was saved with {'it' if len(differing) == 1 else 'them'}"
-            held = (t for pairs in differing.values() for pair in pairs for t in pair)
-            held_alone = all(tensor.storage.numel == tensor.numel for tensor in held)
-            text = f"{text}{'' if held_alone else more}; rank 0's are taken for all."
+            tensors = (t for pairs in differing.values() for pair in pairs for t in pair)
+            are_whole = all(tensor.storage.numel == tensor.numel for tensor in tensors)
+            text = f"{text}{'' if are_whole else more}; rank 0's are taken for all."
             yield Note(text, NoteKind.COPIES)
 
 

@@ -127,7 +127,7 @@ class RunContext:
 
         Most of `below` are these paths, so in a bucket it is listed.
         """
-        with listings_kept(anew=True):
+        with listings_kept(fresh=True):
             if below is not None:
                 list_ahead(below)
             files = [identify(path) for path in paths]
