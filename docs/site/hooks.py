@@ -21,7 +21,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add these files, with links as from a page of `docs`."""
     for place, name in _PLACES.items():
         text = (_ROOT / place.removeprefix("../")).read_text()
-        text = re.sub(r"\]\((?=CHANGELOG\.md|tests/)", "](../", text).replace("](docs/", "](")
+        text = re.sub(r"\]\((?=CHANGELOG\.md|tests/)", "](../", text)
+        text = re.sub(r"\]\((\.\./)?docs/", "](", text)  # `../`: in READMEs of folders
         files.append(File.generated(config, name, content=text))
     return files
 
