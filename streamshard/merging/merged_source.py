@@ -17,8 +17,8 @@ from streamshard.formats.checkpoint import Checkpoint
 from streamshard.layout.memory_plan import MIB, MemoryPlan
 from streamshard.merging.weighted_mean import SUMMING_BYTES, Summand, WeightedMean
 from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, LogicalTensor, Note
-from streamshard.operations.compact.omissions import narrowed
 from streamshard.sizes import counted, some_of
+from streamshard.source.narrowing import narrowed
 from streamshard.source.source import Source
 
 LINEAR_STATES: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer")

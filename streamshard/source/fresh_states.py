@@ -7,9 +7,9 @@ from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.checkpoint import ModelPart
 from streamshard.formats.deepspeed import names, rare_states
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.zarr.store_state import without
 from streamshard.model import Note
 from streamshard.sizes import some_of
+from streamshard.source.narrowing import narrowed
 from streamshard.source.source import Source
 
 
@@ -27,14 +27,13 @@ def with_fresh_states(source: Source) -> Source:
     _require_known_start(source)
     states = {key for part in checkpoint.model_parts for g in part.groups for key in g.cut_states}
     left_out = {n for n, tensor in enumerate(checkpoint.tensors) if tensor.state in states}
-    rows = [n for n in range(len(checkpoint.tensors)) if n not in left_out]
     parts = tuple(map(_before_first_step, checkpoint.model_parts))
     note = (
         "The optimizer starts fresh, at the learning rate that the job had: its first updates may "
         "be far larger than the last ones were. Let it warm up again."
     )
     started = replace(checkpoint, model_parts=parts, notes=(*checkpoint.notes, Note(note)))
-    return source.take(rows, without(started, left_out))
+    return narrowed(replace(source, checkpoint=started), left_out)
 
 
 def _require_known_start(source: Source) -> None:

@@ -33,6 +33,7 @@ from streamshard.operations.compact.run_directory import change_digest, identity
 from streamshard.operations.compact.tag_checks import accounted_for, records_of
 from streamshard.operations.convert.convert import store_output
 from streamshard.sizes import counted
+from streamshard.source.narrowing import narrowed
 from streamshard.source.source import Source
 from streamshard.source.unfinished import has_journal, is_unfinished
 from streamshard.transfer.plan import plan_output
@@ -73,7 +74,7 @@ def archive_tag(
     # Of a framework's checkpoint every file goes, so none is left out.
     moving = set() if opened.path == root else _moving(opened, context.run_dir, stable_since_ns)
     left_out = tuple(opened.checkpoint.tensors[number].name for number in sorted(moving))
-    opened = omissions.narrowed(opened, moving)
+    opened = narrowed(opened, moving)
     records = records_of(opened, context.run_dir)
     here = identity_of(context.run_dir)
     begun = Receipt(
@@ -90,7 +91,7 @@ def archive_tag(
         left_out=left_out,
         derived=tuple(array_path(tensors[number]) for number in sorted(derived)),
     )
-    small, whole = omissions.narrowed(opened, derived), opened if rebuilds else None
+    small, whole = narrowed(opened, derived), opened if rebuilds else None
     with target_errors(archived.store):
         is_complete = lexists(archived.store) and not has_journal(archived.store)
     if is_complete:

@@ -1,6 +1,5 @@
 """Leaves tensors out of an opened checkpoint: proved casts, sidecars, states of the optimizer."""
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
@@ -13,6 +12,7 @@ from streamshard.formats.checkpoint import Checkpoint, Dropped
 from streamshard.formats.zarr import store_state
 from streamshard.formats.zarr.array_paths import array_path
 from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE
+from streamshard.source.narrowing import narrowed
 from streamshard.source.source import Source
 
 _KEPT: Final = (MASTER, MODULE, BLOB, FILE)
@@ -92,23 +92,3 @@ def without_states(source: Source, *, at: str, why: str) -> Source:
     blobs = store_state.blobs_in(checkpoint) - store_state.blobs_in(emptied)
     numbers = {n for n, t in enumerate(checkpoint.tensors) if t.state not in _KEPT}
     return narrowed(replace(source, checkpoint=emptied), numbers | blobs)
-
-
-def narrowed(source: Source, left_out: Collection[int]) -> Source:
-    """Return a source without some tensors, and without the sidecars among them."""
-    if not left_out:
-        return source
-    kept = [number for number in range(len(source.checkpoint.tensors)) if number not in left_out]
-    checkpoint = store_state.without(source.checkpoint, left_out)
-    return source.take(kept, checkpoint, _alone(source, left_out))
-
-
-def _alone(source: Source, left_out: Collection[int]) -> set[int]:
-    if not source.kind.is_tag:
-        return set()
-    first, tensors = source.cutting.first_piece, source.checkpoint.tensors
-    return {
-        int(source.cutting.file[first[number]])
-        for number in left_out
-        if tensors[number].state == FILE
-    }

@@ -24,6 +24,7 @@ from streamshard.operations.compact.tag_checks import (
     ranks_agree,
     unchanged,
 )
+from streamshard.source.narrowing import narrowed
 from streamshard.source.source import Source, open_source
 from streamshard.transfer.target import is_there
 
@@ -93,7 +94,7 @@ def _prove_again(context: RunContext, opened: Source, receipt: Receipt, log: Che
     derived = [number for number, pair in candidates if pair.name in receipt.derived]
     # Files next to a tag stay, and those of a framework's checkpoint go with it.
     tag_only = opened.path != context.run_dir / receipt.tag
-    small = omissions.narrowed(opened, derived)
+    small = narrowed(opened, derived)
     archive = prove(small, archived, context, log, tag_only=tag_only)
     # What the store's reader gives is written into files, and every bit of these is the tag's:
     # so the archive's tensors are the tag's, and weights that it leaves out follow from them.
