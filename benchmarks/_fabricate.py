@@ -168,7 +168,7 @@ def _fill(descriptor: int, stored: Stored, offset: int, *, garbage: bool) -> int
 
 
 def _write_crc32s(path: Path, descriptor: int, crc32s: dict[int, int]) -> None:
-    """Put the CRCs of filled records where a zip file has them: behind the data, and at its end."""
+    """Put the CRCs of filled records where a zip file has them: after the data, and at its end."""
     with zipfile.ZipFile(path) as archive:
         entry = archive.start_dir
         for info in archive.infolist():

@@ -163,7 +163,7 @@ def size_of(path: Path) -> int:
 
 
 def read_at(path: Path, offset: int, nbytes: int) -> bytes:
-    """Read a range of a file; what is behind its end is a `CorruptFileError`."""
+    """Read a range of a file; what is past its end is a `CorruptFileError`."""
     with open_readable(path) as file:
         if nbytes < 0 or not 0 <= offset <= file.nbytes - nbytes:
             message = f"{nbytes:,} bytes at {offset:,} are not in it: it has {file.nbytes:,}"

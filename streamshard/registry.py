@@ -84,6 +84,6 @@ def own_readers() -> Iterator[Any]:
 
 
 def readers() -> Iterator[Any]:
-    """Yield the readers, those of other packages behind ours."""
+    """Yield the readers, those of other packages after ours."""
     yield from map(load, _READERS[:-1])
     yield from load(_LAST_READERS)()

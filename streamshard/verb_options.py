@@ -368,7 +368,7 @@ class CompactOptions(RunOptions, _ReportOptions):
     )
     undelete: Sequence[str] = option(
         "TAG ...",
-        "bring tags back from the trash; give it behind ARCHIVE_DIR",
+        "bring tags back from the trash; put it after ARCHIVE_DIR",
         default=(),
         apart=True,
         group=_OLD_TAGS,
@@ -376,8 +376,8 @@ class CompactOptions(RunOptions, _ReportOptions):
     )
     purge: Sequence[str] = option(
         "TAG ...",
-        "remove tags in the trash for good once --grace is over, whatever rules say; give it "
-        "behind ARCHIVE_DIR",
+        "remove tags in the trash for good once --grace is over, whatever rules say; put it "
+        "after ARCHIVE_DIR",
         default=(),
         apart=True,
         group=_OLD_TAGS,
@@ -385,8 +385,8 @@ class CompactOptions(RunOptions, _ReportOptions):
     )
     acknowledge: Sequence[str] = option(
         "TAG ...",
-        "leave ambiguous tags as they are, and report them again only when they change; give it "
-        "behind ARCHIVE_DIR",
+        "leave ambiguous tags as they are, and report them again only when they change; put it "
+        "after ARCHIVE_DIR",
         default=(),
         apart=True,
         group=_OLD_TAGS,

@@ -374,7 +374,7 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def _with_places(self, parsed: argparse.Namespace, unknown: list[str]) -> list[str]:
-        """Take places behind options too: argparse ends `SRC ... OUT` at the first option.
+        """Take places after options too: argparse ends `SRC ... OUT` at the first option.
 
         Returns what is unknown still.
         """

@@ -351,7 +351,7 @@ def with_part_files(opened: Source) -> DerivedSource:
     with of_file(opened.path):
         laid = layered(opened)
     checkpoint = laid.source.checkpoint
-    # Copies lie behind the tensors, and are none of the checkpoint's.
+    # Copies lie after the tensors, and are none of the checkpoint's.
     alone = laid.source.take(range(len(checkpoint.tensors)), checkpoint)
     # Only shapes tell what several layers of a pipeline share: values prove it.
     check = EqualCopies.in_files(laid).require_equal if is_pipeline(checkpoint) else None

@@ -1,4 +1,4 @@
-"""Requires that copies of a tensor in a checkpoint are equal, but for rounding.
+"""Requires that copies of a tensor in a checkpoint are equal, except for rounding.
 
 Parts of a model that share a tensor have it in other buckets of gradients, and where an all-reduce
 has three terms or more, their order depends on the place in the bucket. So the sums differ in their
@@ -138,7 +138,7 @@ class EqualCopies:
     ) -> Iterator[tuple[float, str]]:
         """Compare pairs; `holders` says whose copies a pair is made of.
 
-        Yields what differs by rounding, each behind its units in the last place.
+        Yields what differs by rounding, each after its units in the last place.
         """
         compared = compare(left, right, pairs, memory, progress, phase=COMPARING).require_read()
         messages = {found.name: found.message for found in compared.differences}

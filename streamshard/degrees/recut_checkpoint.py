@@ -308,7 +308,7 @@ class _Building:
         """Return both files' dicts, with the entries that depend on the degrees."""
         merged = {key: node for key, node in state.items() if key not in _OF_DEGREES}
         own = {key: like.model_state[key] for key in _OF_DEGREES if key in like.model_state}
-        # In DeepSpeed's own order; what the user saved comes behind.
+        # In DeepSpeed's own order; what the user saved comes last.
         order = [*(key for key in like.model_state if key in merged or key in own), *merged]
         model = {key: own.get(key, merged.get(key)) for key in dict.fromkeys(order)}
         stated = like.optimizer_file[names.OPTIMIZER].get(names.UNIVERSAL_INFO)

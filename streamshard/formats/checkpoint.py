@@ -469,7 +469,7 @@ class Reading:
     def append(
         self, tensors: Sequence[LogicalTensor], cutting: Cutting, files: Sequence[SourceFile]
     ) -> Self:
-        """Add tensors that lie in other files behind the others; the cutting is of these files."""
+        """Add tensors that lie in other files after the others; the cutting is of these files."""
         first = len(self.files)
         numels = np.array([tensor.numel for tensor in tensors], dtype=np.int64)
         behind = cutting.in_files(np.arange(first, first + len(files)))
@@ -481,14 +481,14 @@ class Reading:
         )
 
     def append_files(self, names: Sequence[str], files: Sequence[SourceFile]) -> Self:
-        """Add files behind the others, each as a tensor of its bytes."""
+        """Add files after the others, each as a tensor of its bytes."""
         both = zip(names, files, strict=True)
         tensors = [LogicalTensor(FILE, name, "uint8", (file.nbytes,)) for name, file in both]
         places = ((number, 0, file.nbytes, 1) for number, file in enumerate(files))
         return self.append(tensors, Cutting.of_files(places), files)
 
     def compute(self, rows: Sequence[int], content: Computed) -> Self:
-        """Let some tensors be computed: the content is all of them, one behind the other."""
+        """Let some tensors be computed: the content is all of them, one after the other."""
         file, tensors = len(self.files), [self.checkpoint.tensors[row] for row in rows]
         both = zip(accumulate((t.nbytes for t in tensors), initial=0), tensors, strict=False)
         other = Cutting.of_files((file, start, t.numel, ITEMSIZE[t.dtype]) for start, t in both)

@@ -71,7 +71,7 @@ class Stored:
 @dataclass(frozen=True, slots=True)
 class SafetensorsLayout:
     header: bytes
-    """The header, with the length before it and the padding behind it."""
+    """The header, with the length before it and the padding after it."""
     tensors: tuple[Stored, ...]
     """In file order, without gaps."""
 

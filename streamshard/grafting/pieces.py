@@ -38,7 +38,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pieces(Computed):
-    """Pieces of tensors of one dtype, one behind the other."""
+    """Pieces of tensors of one dtype, one after the other."""
 
     both: Source
     """All tensors that pieces are of."""

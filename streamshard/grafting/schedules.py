@@ -214,7 +214,7 @@ def _share(rate: Node, base: Node, bottom: Fraction | None) -> Fraction | None:
 
 
 def _common(shares: Sequence[Fraction | None]) -> Fraction | None:
-    """Return the share that all have of which one is known, but for rounding; else None."""
+    """Return the share that all have of which one is known, except for rounding; else None."""
     known = [share for share in shares if share is not None]
     if not known or max(known) - min(known) > abs(known[0]) * _ROUNDING:
         return None

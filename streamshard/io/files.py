@@ -42,7 +42,7 @@ def require_all_unchanged(files: Sequence[SourceFile]) -> None:
 
 
 def _by_checkpoint(files: Sequence[SourceFile]) -> Iterator[Sequence[SourceFile]]:
-    """Yield the files of each checkpoint, which have a directory in common, and what is behind."""
+    """Yield the files of each checkpoint, which have a directory in common, and then the rest."""
     decoders = enumerate(file.decoder for file in files)
     first, firsts = next(((n, d.firsts) for n, d in decoders if isinstance(d, Computed)), (0, (0,)))
     for start, stop in pairwise([*firsts, first or len(files), len(files)]):

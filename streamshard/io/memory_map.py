@@ -38,7 +38,7 @@ def map_range(descriptor: int, offset: int, nbytes: int, *, is_private: bool) ->
     """Map a range of a file that has at least one byte.
 
     The map stays for as long as the view, and whatever shares its memory; the descriptor may be
-    closed. Who touches what is behind the end of a file that was cut off gets SIGBUS.
+    closed. Who touches what is past the end of a file that was cut off gets SIGBUS.
 
     `is_private`: whether the view can be written to: what is written stays in this process's memory
     and never gets into the file. Else the view is read-only, for NumPy too.
@@ -73,7 +73,7 @@ _SETTLED_SECONDS: Final = 60
 _FILE_SYSTEMS: Final = frozenset({EXT4, XFS, BTRFS, TMPFS, OVERLAYFS})
 """Elsewhere a server may cut a file off, or a program that stands for a disk may hang."""
 _POPULATE_READ: Final = 22
-"""By madvise(2), since Linux 5.14: fails with EFAULT behind the end of a file, where touching the
+"""By madvise(2), since Linux 5.14: fails with EFAULT past the end of a file, where touching the
 page would end the process. Python has no name for it."""
 _AHEAD_BYTES: Final = 4 << 20
 """How far behind a window the system reads, if windows follow each other and it has not yet."""

@@ -25,7 +25,7 @@ class Sink(ABC):
     version = ""
     """Etag of a complete object; empty for a local file."""
     only_grows = False
-    """Whether bytes can only be written behind those before them."""
+    """Whether bytes can only be written after those before them."""
     has_zeros = False
     """Whether zeros are read where nothing is written."""
     block_bytes = 1

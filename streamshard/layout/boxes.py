@@ -3,7 +3,7 @@
 Boxes of one tensor need not be alike. But the edges of all of them, drawn through the whole tensor,
 cut it into *cells* like a grid whose lines are not evenly spaced, and each cell belongs to one box.
 Within a cell, the elements along the last dimension that is cut lie side by side, with all that is
-in the dimensions behind it: that is a *run*. So a tensor is a sequence of runs in the order of its
+in the dimensions after it: that is a *run*. So a tensor is a sequence of runs in the order of its
 elements, and array arithmetic finds the runs of any range, and the place of each in its box.
 
 A box is a tensor of its own, or a part of a larger one, its *holder*: then its elements lie in the
@@ -196,7 +196,7 @@ class Boxes:
         return BoxRuns(row, self.piece[box], lower, upper - lower, within)
 
     def _unit(self, grid: Ints) -> Ints:
-        """Count the elements behind the last dimension that is cut."""
+        """Count the elements after the last dimension that is cut."""
         behind = np.arange(self.shape.shape[1]) > self.last_cut[grid][:, None]
         product: Ints = np.where(behind, self.shape[grid], 1).prod(axis=1)
         return product

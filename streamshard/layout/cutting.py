@@ -137,7 +137,7 @@ class Cutting:
         )
 
     def with_parts(self, files: Ints, starts: Ints, numels: Ints, itemsizes: Ints) -> "Cutting":
-        """Add tensors behind the others that are parts of tensors of bytes.
+        """Add tensors after the others that are parts of tensors of bytes.
 
         `files` and `starts`: the tensor of bytes that each is a part of, and its first byte there.
         Where it lies in several pieces, none of them may end inside of an element; see
@@ -171,7 +171,7 @@ class Cutting:
         return found
 
     def append(self, other: "Cutting", numels: Ints) -> "Cutting":
-        """Add tensors of `numels` elements behind the others, of a regular cutting of files."""
+        """Add tensors of `numels` elements after the others, of a regular cutting of files."""
         if self.of is not None:
             rows, zeros = np.arange(len(numels)) + len(self.of.origin), np.zeros_like(numels)
             outer = Cutting.of_files(zip(rows, zeros, numels, other.itemsize, strict=True))

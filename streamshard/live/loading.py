@@ -64,7 +64,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The arguments of `DeepSpeedEngine.load_checkpoint`, behind the directory and the tag."""
+    """The arguments of `DeepSpeedEngine.load_checkpoint`, after the directory and the tag."""
 
     load_module_strict: bool = True
     load_optimizer_states: bool = True

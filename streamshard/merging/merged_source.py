@@ -143,7 +143,7 @@ class Merging:
         return self.base.checkpoint.tensors[row]
 
     def _copies(self, members: Sequence[int]) -> Mapping[str, Sequence[tuple[int, int]]]:
-        """Return the module's copies of some master weights, by dtype, each behind its original."""
+        """Return the module's copies of some master weights, by dtype, each after its original."""
         index, found = self.base.checkpoint.tensor_index(), dict[str, list[tuple[int, int]]]()
         for row in members:
             master = self._tensor(row)

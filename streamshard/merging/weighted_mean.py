@@ -66,7 +66,7 @@ class Summand:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class WeightedMean(Computed):
-    """The means of tensors, one behind the other."""
+    """The means of tensors, one after the other."""
 
     summands: tuple[Summand, ...]
     names: tuple[str, ...]

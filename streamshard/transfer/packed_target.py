@@ -1,6 +1,6 @@
 """A target that is one file, on a disk or in a bucket: workers fill memory, one writer appends.
 
-Results are taken in the order of the jobs, and written one behind the other. So the order of the
+Results are taken in the order of the jobs, and written one after the other. So the order of the
 plan alone decides where a file lies, whatever sizes the files come to. Two files per worker wait in
 memory at most, and one is being written. The one file is no store before the zip's directory stands
 at its end.
@@ -101,7 +101,7 @@ class PackedFiles(StagedFiles):
             yield partial(_fill, some, self.file, self._free)
 
     def take(self, number: int, done: _Filled, ranges: Ranges) -> None:
-        """Write files; behind the last one of all, the zip's directory."""
+        """Write files; after the last one of all, the zip's directory."""
         files, (results, contents, memory) = self._waiting.popleft(), done
         paths = [files.path] if isinstance(files, TargetFile) else files.paths
         # Workers count what they fill. The rest is what compression saved, and what is between.
@@ -117,7 +117,7 @@ class PackedFiles(StagedFiles):
             self._free.append(memory)
 
     def _append(self, path: str, crc32: int, content: bytes | memoryview) -> int:
-        """Add a file behind those before it; returns how many bytes are around its content."""
+        """Add a file after those before it; returns how many bytes are around its content."""
         entry = PackedEntry(path, self._end, len(content))
         header, descriptor = entry.header(), entry.descriptor(crc32)
         if self.reservation is not None:

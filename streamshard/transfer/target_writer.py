@@ -25,7 +25,7 @@ class TargetWriter(ABC):
     """The bytes that are written, and how often each tensor is read."""
 
     def byte_counts(self) -> ByteCounts:
-        """Return the counts; a writer that does not keep them counts anew."""
+        """Return the counts; a writer that does not keep them counts again."""
         return self.counts
 
     @abstractmethod

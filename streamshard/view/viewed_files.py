@@ -22,7 +22,7 @@ from streamshard.source.source import Source
 from streamshard.transfer.file_layout import Divider, Elements
 
 _AFTER_ALL = "\U0010ffff"
-"""A character that is in no key, and sorts behind those that are."""
+"""A character that is in no key, and sorts after those that are."""
 
 
 class ViewedFiles(StoreTargets):

@@ -194,7 +194,7 @@ def not_all(states: Any) -> None:  # noqa: ANN401
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (behind, "exp_avg of flat parameter 0 holds more than zeros behind its 24 elements"),
+        (behind, "exp_avg of flat parameter 0 holds more than zeros after its 24 elements"),
         (longer, "has 3 flat parameters of FSDP1, of 5, "),
         (not_all, "does not have states of one length of flat parameter 2"),
     ],

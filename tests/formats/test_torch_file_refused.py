@@ -130,7 +130,7 @@ def in_local(offset: int, form: str, value: int) -> Change:
 
 
 LIES: dict[str, tuple[Change, str]] = {
-    "bytes behind its end": (lambda d: d + b"\0", "no end record"),
+    "bytes past its end": (lambda d: d + b"\0", "no end record"),
     "a comment": (comment, "no end record"),
     "a comment that is a zip": (hidden_in_a_comment, ""),
     "a comment of a length that is not there": (in_end(2, "<H", 5), "comment"),

@@ -5,7 +5,7 @@ Owner = tuple[int, int]
 
 
 def deal(count: int, world_size: int) -> list[int]:
-    """Deal parameters to ranks like cards, then put the hands one behind the other."""
+    """Deal parameters to ranks like cards, then put the hands one after the other."""
     hands: list[list[int]] = [[] for _ in range(world_size)]
     for index in range(count):
         hands[index % world_size].append(index)

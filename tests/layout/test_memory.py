@@ -1,4 +1,4 @@
-"""The memory contract, with primes so that no term can hide behind another."""
+"""The memory contract, with primes so that no term can hide after another."""
 
 import re
 

@@ -212,7 +212,7 @@ class RegionFiller:
 class _ShortCopies:
     """Reads many short copies of a region together, as boxes of a tensor need them.
 
-    A box that is cut along a dimension behind the first has short runs. They follow one another in
+    A box that is cut along a dimension after the first has short runs. They follow one another in
     the file, and lie apart in the target. So many of them are read at once, and then put in their
     places: one read for each takes twenty times as long, for runs of a kilobyte.
     """

@@ -113,7 +113,7 @@ class SourceReader:
     def settle(self) -> None:
         """Let go of what was returned, and refuse it if a file changed until now.
 
-        A file that is cut off within a page reads as zeros behind its end, where it is mapped.
+        A file that is cut off within a page reads as zeros past its end, where it is mapped.
         """
         self._release()
         while self._looked_at:

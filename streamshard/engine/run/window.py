@@ -85,7 +85,7 @@ class WriteBuffer:
             view = view[len(piece) :]
 
     def put_through(self, view: memoryview) -> None:
-        """Write bytes from where they are, behind those in the buffer."""
+        """Write bytes from where they are, after those in the buffer."""
         if self._filled > self._begun:
             self.flush()
         self._require_going_on()

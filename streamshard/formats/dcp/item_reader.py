@@ -104,9 +104,9 @@ class _Frame:
     head: bytes
     """All before it."""
     stop: int
-    """Byte offset behind the storage."""
+    """Byte offset after the storage."""
     tail: bytes
-    """All behind the storage, with zeros in the holes."""
+    """All after the storage, with zeros in the holes."""
     holes: tuple[tuple[int, int], ...]
     """Where in the tail there are checksums or the id."""
     storage: int
@@ -179,7 +179,7 @@ class ItemFiles:
         raise_first(self._overlaps())
 
     def _overlaps(self) -> Iterator[SourceError]:
-        """Find items that overlap, or end behind their file."""
+        """Find items that overlap, or end past their file."""
         items = self._index.every()
         every = [np.concatenate([getattr(i, n) for i in items] or [np.zeros(0, np.int64)])
                  for n in ("file", "offset", "nbytes")]  # fmt: skip

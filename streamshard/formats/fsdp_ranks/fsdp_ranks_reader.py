@@ -284,8 +284,8 @@ class _Ranks:
     def _sidecars(self) -> list[tuple[Path, str]]:
         """List the model's config and tokenizer by the names that they have next to weights.
 
-        Other files have a path that begins with the directory, but for the one of verl that tells
-        the count of ranks, as a file of each target has its own.
+        Other files have a path that begins with the directory, except that of verl that tells the
+        count of ranks: each target has its own.
         """
         place = self.directory / rank_names.PRETRAINED
         found = [(path, path.name) for path in _files_in(place)]

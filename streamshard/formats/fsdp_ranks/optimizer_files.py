@@ -290,7 +290,7 @@ class _Reading:
         return CutState(state, (name,), [weight.shape], own[0].dtype, boxes)
 
     def _runs(self, what: str, own: Sequence[Tensor]) -> list[Box]:
-        """Return the ranks' parts of what has one dimension, one behind the other."""
+        """Return the ranks' parts of what has one dimension, one after the other."""
         runs, boxes, start = dict[int, list[Tensor]](), list[Box](), 0
         for shard, tensor in zip(self._shards(), own, strict=True):
             runs.setdefault(shard, []).append(tensor.require_contiguous(what))
@@ -303,14 +303,14 @@ class _Reading:
         return boxes
 
     def _require_padding(self, what: str, numel: int, boxes: Sequence[Box]) -> None:
-        """Require zeros behind the last parameter: an optimizer makes none of padding."""
+        """Require zeros after the last parameter: an optimizer makes none of padding."""
         for tensor, (begin,) in ((box.tensor, box.offset) for box in boxes):
             start = max(numel - begin, 0)
             if start < tensor.numel:
                 itemsize = ITEMSIZE[tensor.dtype]
                 behind = tensor.offset + start * itemsize, (tensor.numel - start) * itemsize
                 if any(self._sources.read_bytes(tensor.storage, *behind)):
-                    message = f"{what} holds more than zeros behind its {numel:,} elements"
+                    message = f"{what} holds more than zeros after its {numel:,} elements"
                     raise UnsupportedError(f"{message}, so what FSDP1 joined to it is not sure")
 
     def _options(self, group: Mapping[str, Node]) -> Mapping[str, Node]:

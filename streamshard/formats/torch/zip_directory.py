@@ -259,7 +259,7 @@ class ZipDirectory:
             raise CorruptFileError(f"{message} are no entry")
 
     def parse(self, at: int) -> tuple[ZipEntry, int]:
-        """Read the entry at a byte offset of the file; returns the offset behind it too."""
+        """Read the entry at a byte offset of the file; returns the offset after it too."""
         data, begin = self.data, at - self.start
         if len(data) - begin < CENTRAL.size:
             raise CorruptFileError("the zip's directory ends before its last entry")

@@ -1,7 +1,7 @@
 """Lays out the zip that torch.save writes, before a byte of it is written.
 
 The layout is that of `PyTorchStreamWriter` (torch 2.13): record data aligned to 64 bytes by an
-`FB` extra field, CRC and sizes in a data descriptor behind the data, Zip64 fields only where a
+`FB` extra field, CRC and sizes in a data descriptor after the data, Zip64 fields only where a
 number needs them, a Zip64 end record always. `tests/formats/test_torch_file.py` compares our files
 with torch's, byte by byte.
 """
@@ -87,7 +87,7 @@ class Record:
 
     @property
     def end(self) -> int:
-        """Byte offset just behind the descriptor."""
+        """Byte offset just after the descriptor."""
         return self.data_start + self.nbytes + len(self.descriptor(0))
 
 

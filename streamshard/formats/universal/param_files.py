@@ -135,7 +135,7 @@ def _shapes_of(shape: Shape, ranks: int) -> set[Shape]:
     """Return the shapes that a state may have: the parameter's own, or a flat one as at stage 3.
 
     Of ranks beyond its end older converters take as many elements of padding as it is short of
-    them, behind its own (`extract_zero_shards_stage3` of 0.14.5 and 0.16.9).
+    them, after its own (`extract_zero_shards_stage3` of 0.14.5 and 0.16.9).
     """
     numel = prod(shape)
     share = -(-numel // max(ranks, 1))

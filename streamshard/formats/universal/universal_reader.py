@@ -86,7 +86,7 @@ def read(
 
     `run_files`: other files to copy: their path, and their path relative to the run directory.
     `tag`: path of the directory in the run directory.
-    `notes`: what is to be noted besides.
+    `notes`: more notes.
     """
     with malformed(tag_dir):
         try:

@@ -83,7 +83,7 @@ def pieces(
         return
     few, first = max(1, PIECE_BYTES // block), 0
     while first < count:
-        # Blosc decodes a last block that is shorter than others only behind another.
+        # Blosc decodes a last block that is shorter than others only after another.
         last = first + few if count - first > few + 1 else count
         start, stop, own = first * block, min(last * block, content_bytes), 4 * (last - first)
         size = int(starts[last] - starts[first])

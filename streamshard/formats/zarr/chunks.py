@@ -81,7 +81,7 @@ class BloscEncoder:
         self._room = b""
         """Zeros that are encoded in front of a piece, once one did not become smaller."""
         self._starts: list[NDArray[np.uint32]] = []
-        """Where the blocks of each piece begin, behind the head."""
+        """Where the blocks of each piece begin, after the head."""
         self._encoded_bytes = 0
 
     def add(self, piece: memoryview) -> memoryview:

@@ -103,7 +103,7 @@ class PackedEntry:
 
     @property
     def end(self) -> int:
-        """Byte offset just behind the descriptor."""
+        """Byte offset just after the descriptor."""
         return self.content + self.nbytes + (24 if self.is_large else 16)
 
 

@@ -144,7 +144,7 @@ def _require_alike(padding: _Padding, source: Source, reader: SourceReader) -> N
         first = first or bytes(held[: padding.itemsize])
         if held != first * (len(held) // padding.itemsize):
             message = (
-                f"{source.files[file].path}: {padding.what}: what lies behind the parameters is "
+                f"{source.files[file].path}: {padding.what}: what lies after the parameters is "
                 "taken for padding, and is not one value throughout"
             )
             keeps = Option("keep_tags")

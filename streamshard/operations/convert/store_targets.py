@@ -447,7 +447,7 @@ class SmallLayouts:
         )
 
     def _content(self, divider: Divider) -> Sequence[Fixed] | Region:
-        """Make the content of all files: that of chunks, one behind the other."""
+        """Make the content of all files: that of chunks, one after the other."""
         pieces = [layout.pieces[0] for layout in self.layouts]
         parts = [piece for piece in pieces if isinstance(piece, Elements)]
         if not parts:
@@ -465,6 +465,6 @@ class SmallLayouts:
 def _segments(
     tensor: Ints, start: Ints, nbytes: Ints, numel: Ints, *, rank: int, itemsize: int
 ) -> Segments:
-    """Return the segments of parts of tensors that lie one behind the other."""
+    """Return the segments of parts of tensors that lie one after the other."""
     stop = np.minimum(start + nbytes // itemsize, numel)
     return Segments(tensor, start, stop, np.cumsum(nbytes) - nbytes)

@@ -31,7 +31,7 @@ def with_expert_files(
     """Return a checkpoint with the tensors in the files of its experts, if it has any.
 
     The bytes of these files are blobs of it. With it come the places of the tensors, which are
-    behind all others; and those that are casts of master weights.
+    after all others; and those that are casts of master weights.
     """
     tensors, index = list(checkpoint.tensors), checkpoint.tensor_index()
     parts: list[TensorInFile] = []

@@ -387,7 +387,7 @@ def _joined(stages: Sequence[ModelPart]) -> ModelPart:
 def _tensors(checkpoint: Checkpoint, stages: Sequence[ModelPart]) -> list[LogicalTensor]:
     """Return a checkpoint's tensors, of which those of the module are of its new stages.
 
-    Files of layers refer to tensors by number, so the master weights come behind.
+    Files of layers refer to tensors by number, so the master weights come last.
     """
     ranks = [model_part.name for model_part in checkpoint.model_parts]
     home = {name: stages[number % len(stages)].name for number, name in enumerate(ranks)}

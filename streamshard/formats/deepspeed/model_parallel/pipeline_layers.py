@@ -83,7 +83,7 @@ def with_layers(
     """Return a pipeline's checkpoint as if the stages' modules had the tensors of its layers.
 
     The bytes of the layers' files are blobs of it. With it come the places of the tensors that are
-    behind those of the stages, and then of the copies; and these.
+    after those of the stages, and then of the copies; and these.
     """
     files = sorted(_files(checkpoint, kept), key=lambda file: file.number)
     # Those of a tag have been checked on opening, those in a store have not.
@@ -109,7 +109,7 @@ def with_layers(
         layers += rank.assign(entries, tensors, parts)
     index, copies = checkpoint.tensor_index(), list[LayerCopy]()
     for copy, part in (found for rank in ranks for found in rank.copies(index, tensors)):
-        # Copies lie behind the tensors, and are none of the checkpoint's.
+        # Copies lie after the tensors, and are none of the checkpoint's.
         copies.append(replace(copy, row=len(tensors) + len(copies)))
         parts.append(part)
     notes = dict.fromkeys(note for rank in ranks for note in rank.notes())

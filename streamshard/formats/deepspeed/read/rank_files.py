@@ -312,7 +312,7 @@ class _Sharing:
             return keys == of_first and all(node[key] is first[key] for key in keys)
         if not isinstance(node, list | tuple) or len(node) != len(first):
             return False
-        # All of them, also behind one that differs: what they share among themselves stays shared.
+        # All of them, also after one that differs: what they share among themselves stays shared.
         parts = [self.of(a, b, level) for a, b in zip(node, first, strict=True)]
         if type(node) is list:
             node[:] = parts
