@@ -135,12 +135,12 @@ class Threads:
     ) -> Generator[tuple[int, R], None, None]:
         host = Host(progress, threading.Event(), workers)
         local = threading.local()
-        made: list[T] = []
+        thread_tools: list[T] = []
 
         def work(job: Job[T, R]) -> R:
             if not hasattr(local, "tools"):
                 local.tools = toolkit.make(host)
-                made.append(local.tools)
+                thread_tools.append(local.tools)
             return carry_out(job, local.tools)
 
         pool = ThreadPoolExecutor(workers, thread_name_prefix="streamshard")
@@ -159,7 +159,7 @@ class Threads:
         finally:
             host.stop.set()
             pool.shutdown(cancel_futures=True)
-            for tools in made:
+            for tools in thread_tools:
                 tools.close()
 
 
@@ -200,7 +200,7 @@ def run_ordered(
     needed_bytes: int = 0,
 ) -> Iterator[R]:
     """Yield the result of every job in order; see `Executor.run`."""
-    found = current_executor().run(
+    results = current_executor().run(
         jobs,
         toolkit,
         workers=workers,
@@ -208,6 +208,6 @@ def run_ordered(
         is_ordered=True,
         needed_bytes=needed_bytes,
     )
-    with closing(found):
-        for _, result in found:
+    with closing(results):
+        for _, result in results:
             yield result

@@ -45,11 +45,11 @@ def some_files(files: Sequence[SourceFile]) -> list[SourceFile]:
 def require_seen(files: Sequence[SourceFile]) -> None:
     for file in files:
         try:
-            found = examine(file.path)
+            status = examine(file.path)
         except OSError as error:
             message = f"cannot be read here ({error.strerror})"
             raise SourceError(message, path=file.path) from error
-        seen = found.source_file(file.path)
+        seen = status.source_file(file.path)
         if seen != file:
             message = f"is another file here ({_described(seen)}) than where the"
             raise SourceError(f"{message} run was planned ({_described(file)})", path=file.path)

@@ -62,12 +62,12 @@ def _by_float32(source: str, target: str) -> _Function:
 
     def cast(view: memoryview, into: memoryview) -> None:
         between = memoryview(bytearray(4 * _STEP_NUMEL))
-        step, made = _STEP_NUMEL * ITEMSIZE[source], _STEP_NUMEL * ITEMSIZE[target]
+        step, target_step = _STEP_NUMEL * ITEMSIZE[source], _STEP_NUMEL * ITEMSIZE[target]
         for number, at in enumerate(range(0, len(view), step)):
             piece = view[at : at + step]
             floats = between[: 4 * (len(piece) // ITEMSIZE[source])]
             widen(piece, floats)
-            narrow(floats, into[number * made : (number + 1) * made])
+            narrow(floats, into[number * target_step : (number + 1) * target_step])
 
     return cast
 
@@ -132,7 +132,7 @@ _WIDENINGS: Final[dict[tuple[str, str], _Function]] = {
 """Conversions that keep every value."""
 
 
-def wider(one: str, other: str) -> str | None:
+def wider(left: str, right: str) -> str | None:
     """Return the dtype to which both dtypes can be widened without changing a value, if any.
 
     >>> wider("bfloat16", "float16")
@@ -140,8 +140,8 @@ def wider(one: str, other: str) -> str | None:
     >>> wider("int32", "float32") is None
     True
     """
-    for dtype in (one, other, "float32", "float64"):
-        if all(each == dtype or (each, dtype) in _WIDENINGS for each in (one, other)):
+    for dtype in (left, right, "float32", "float64"):
+        if all(each == dtype or (each, dtype) in _WIDENINGS for each in (left, right)):
             return dtype
     return None
 

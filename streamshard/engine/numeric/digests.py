@@ -35,12 +35,12 @@ class Crc:
 
     def _moved(self, value: int, nbytes: int) -> int:
         """Multiply by x to the power 8 * nbytes; a negative power multiplies by the inverse."""
-        exponent, left = 3, abs(nbytes)
-        while left:
-            if left & 1:
+        exponent, bits = 3, abs(nbytes)
+        while bits:
+            if bits & 1:
                 power = _power(self.polynomial, exponent, nbytes < 0)
                 value = _product(self.polynomial, value, power)
-            left >>= 1
+            bits >>= 1
             exponent += 1
         return value
 
@@ -73,15 +73,15 @@ EMPTY: Final = Digest(0, 0, 0)
 
 
 def joined(pieces: Iterable[Digest]) -> Digest:
-    found = EMPTY
+    digest = EMPTY
     for piece in pieces:
-        if not found.nbytes:  # mostly there is one piece
-            found = piece
+        if not digest.nbytes:  # mostly there is one piece
+            digest = piece
             continue
-        crc32 = join_crc32(found.crc32, piece.crc32, piece.nbytes)
-        crc32c = CRC32C.joined(found.crc32c, piece.crc32c, piece.nbytes)
-        found = Digest(found.nbytes + piece.nbytes, crc32, crc32c)
-    return found
+        crc32 = join_crc32(digest.crc32, piece.crc32, piece.nbytes)
+        crc32c = CRC32C.joined(digest.crc32c, piece.crc32c, piece.nbytes)
+        digest = Digest(digest.nbytes + piece.nbytes, crc32, crc32c)
+    return digest
 
 
 def without_zeros(digest: Digest, nbytes: int) -> Digest:

@@ -47,23 +47,23 @@ def block_bytes(itemsize: int) -> int:
 
 
 def joined(parts: Iterable[Magnitudes]) -> Magnitudes:
-    known = [*parts]
+    all_parts = [*parts]
     return Magnitudes(
-        sum(part.numel for part in known),
-        sum(part.nans for part in known),
-        sum(part.infinities for part in known),
-        sum(part.zeros for part in known),
-        max((part.largest for part in known), default=0.0),
-        math.fsum(part.squares for part in known),
+        sum(part.numel for part in all_parts),
+        sum(part.nans for part in all_parts),
+        sum(part.infinities for part in all_parts),
+        sum(part.zeros for part in all_parts),
+        max((part.largest for part in all_parts), default=0.0),
+        math.fsum(part.squares for part in all_parts),
     )
 
 
-def health_of(found: Magnitudes) -> TensorHealth:
-    finite = found.numel - found.nans - found.infinities
-    rms = root_mean_square(found.squares, finite)
-    counts = found.numel, found.nans, found.infinities, found.zeros
+def health_of(total: Magnitudes) -> TensorHealth:
+    finite = total.numel - total.nans - total.infinities
+    rms = root_mean_square(total.squares, finite)
+    counts = total.numel, total.nans, total.infinities, total.zeros
     # Only squares of float64 can exceed what a float holds.
-    return TensorHealth(*counts, found.largest, rms if math.isfinite(rms) else found.largest)
+    return TensorHealth(*counts, total.largest, rms if math.isfinite(rms) else total.largest)
 
 
 def _absolute(dtype: str) -> _Widening:

@@ -56,14 +56,14 @@ class ReadAhead:
             if self._next == len(copies):
                 self._region, self._next = self._region + 1, 0
                 continue
-            left = int(copies.nbytes[self._next]) - self._requested
-            count = min(left, self._limits.request)
+            remainder = int(copies.nbytes[self._next]) - self._requested
+            count = min(remainder, self._limits.request)
             if count >= self._limits.least and self._ahead + count > 0:
                 offset = int(copies.source[self._next]) + self._requested
                 self._reader.will_need(int(copies.file[self._next]), offset, count)
             self._ahead += count
             self._requested += count
-            if count == left:
+            if count == remainder:
                 self._next, self._requested = self._next + 1, 0
 
 

@@ -197,7 +197,7 @@ class Engine:
         *,
         is_ordered: bool = False,
     ) -> Generator[tuple[int, Any, Ranges], None, None]:
-        found = current_executor().run(
+        results = current_executor().run(
             (job and partial(_logged, job) for job in jobs),
             tools,
             workers=self._resources.workers,
@@ -205,8 +205,8 @@ class Engine:
             is_ordered=is_ordered,
             needed_bytes=self._resources.needed_bytes,
         )
-        with closing(found):
-            for number, (done, ranges) in found:
+        with closing(results):
+            for number, (done, ranges) in results:
                 self._check.add(ranges)
                 yield number, done, ranges
 

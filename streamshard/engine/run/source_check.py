@@ -167,13 +167,13 @@ class SourceCheck:
 
     def _is_done(self, row: Sequence[int]) -> bool:
         """Compare a range with its record, if it is all of it."""
-        file, start, stop, found, record = row
+        file, start, stop, checksum, record = row
         recorded = self._files[file].recorded
         if recorded is None or (start, stop) != self._bounds(file, record):
             return bool(self._states[file][record] == _DONE)
-        if found != recorded.crc32s[record]:
+        if checksum != recorded.crc32s[record]:
             name = recorded.names[record] if recorded.names else f"at byte {start:,}"
-            message = difference(name, stop - start, found, int(recorded.crc32s[record]))
+            message = difference(name, stop - start, checksum, int(recorded.crc32s[record]))
             raise IntegrityError(message, path=self._files[file].path)
         self._states[file][record] = _DONE
         return True

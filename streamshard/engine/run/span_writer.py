@@ -190,28 +190,28 @@ class FileBatch:
     def _write_fixed(
         self, content: Sequence[Fixed], worker: SpanWriter, new: NewFile
     ) -> list[SpanResult]:
-        found = []
+        results = []
         for path, fixed in zip(self.paths, content, strict=True):
             _require_going_on(worker)
             new(path, [fixed.data])
-            found.append(SpanResult(0, Written(fixed.nbytes, crc32(fixed.data)), ()))
+            results.append(SpanResult(0, Written(fixed.nbytes, crc32(fixed.data)), ()))
         worker.window.advance(self.nbytes)
-        return found
+        return results
 
     def _write_region(self, region: Region, worker: SpanWriter, new: NewFile) -> list[SpanResult]:
         """Fill the window with as many files as it holds, then write each."""
-        window, found, start = worker.window, list[SpanResult](), 0
+        window, results, start = worker.window, list[SpanResult](), 0
         filler = window.filler(region)
-        while (first := len(found)) < len(self.paths):
+        while (first := len(results)) < len(self.paths):
             last = bisect_right(self.stops, start + len(window.buffer), lo=first)
             view = window.buffer[: self.stops[last - 1] - start]
             filler.fill(view)
             for path, stop in zip(self.paths[first:last], self.stops[first:last], strict=True):
                 _require_going_on(worker)
-                found.append(_write_content(path, view[: stop - start], region, new))
+                results.append(_write_content(path, view[: stop - start], region, new))
                 view, start = view[stop - start :], stop
-            window.advance(sum(result.written.nbytes for result in found[first:]))
-        return found
+            window.advance(sum(result.written.nbytes for result in results[first:]))
+        return results
 
 
 def _require_going_on(worker: SpanWriter) -> None:

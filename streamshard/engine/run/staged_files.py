@@ -125,17 +125,17 @@ class Partial(StagedFiles):
             yield partial(SpanWriter.is_so, path=self.path / file.path, written=file.written)
         if self._earlier:
             yield None
-        for some in files:
-            if isinstance(some, TargetFile) or self._is_begun(some):
-                for opened in self._new(some.singly()):
+        for target_files in files:
+            if isinstance(target_files, TargetFile) or self._is_begun(target_files):
+                for opened in self._new(target_files.singly()):
                     for span in opened.file.spans:
                         self._make_room(opened.path, span.nbytes)
                         self._waiting[next(number)] = opened, span
                         yield self._job(opened, span)
                 continue
-            self._make_room(self.path, some.nbytes)
-            self._small[next(number)] = some
-            yield partial(_write_small, some, self.path)
+            self._make_room(self.path, target_files.nbytes)
+            self._small[next(number)] = target_files
+            yield partial(_write_small, target_files, self.path)
 
     def _is_begun(self, files: FileBatch) -> bool:
         """Tell whether files are looked at one by one: workers cannot make them, or one exists."""

@@ -72,11 +72,11 @@ class Uploads(StagedFiles):
         self, files: Iterable[TargetFiles]
     ) -> Iterator[Job[SpanWriter, Sequence[FinishedFile]] | None]:
         number = count()
-        for some in _grouped(self._left(files)):
-            if some[0].is_last:
+        for group in _grouped(self._left(files)):
+            if group[0].is_last:
                 yield None
-            self._waiting[next(number)] = some
-            sent = [replace(f, take=f.take if f.take is ignore else _hand_back) for f in some]
+            self._waiting[next(number)] = group
+            sent = [replace(f, take=f.take if f.take is ignore else _hand_back) for f in group]
             yield partial(_upload, files=sent, root=self.path)
 
     def _left(self, files: Iterable[TargetFiles]) -> Iterator[TargetFile]:

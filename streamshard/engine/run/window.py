@@ -178,14 +178,14 @@ class Window(WriteBuffer):
         return SpanResult(span.offset, written, tuple(regions))
 
     def is_so(self, file: OpenedFile, written: Written) -> bool:
-        found, at = 0, 0
+        checksum, at = 0, 0
         while at < written.nbytes:
             self._require_going_on()
             view = self.buffer[: written.nbytes - at]
             if file.read_into(view, at) < len(view):
                 return False
-            found, at = crc32(view, found), at + len(view)
-        return Written(file.nbytes, found) == written
+            checksum, at = crc32(view, checksum), at + len(view)
+        return Written(file.nbytes, checksum) == written
 
     def _deliver(self, view: memoryview, *, last: bool) -> None:
         """Write; zeros are skipped to make a hole, except at the end."""
@@ -200,22 +200,22 @@ class Window(WriteBuffer):
     def _stream(self, region: Region) -> RegionResult:
         filler, sums = self.filler(region, self._ahead), checksums_of(region)
         offset = self._offset + self._filled - self._begun
-        left = region.content_bytes
-        while left:
+        remainder = region.content_bytes
+        while remainder:
             room = len(self.buffer) - self._filled
             if room < region.target_itemsize:
                 self.flush()
                 continue
             if self._file.takes_any_view and self._write_mapped(
-                filler, sums, min(left, MOST_BYTES)
+                filler, sums, min(remainder, MOST_BYTES)
             ):
-                left = region.content_bytes - sums.nbytes
+                remainder = region.content_bytes - sums.nbytes
                 continue
-            count = min(left, room - room % region.target_itemsize, _STEP_BYTES)
+            count = min(remainder, room - room % region.target_itemsize, _STEP_BYTES)
             view = self.buffer[self._filled : self._filled + count]
             sums.update(view, filler.fill(view))
             self._filled += count
-            left -= count
+            remainder -= count
         self._crc32 = join_crc32(self._crc32, sums.crc32, sums.nbytes)
         if region.trailer is not None:
             checksum = sums.crc32c if region.trailer.is_crc32c else sums.crc32
@@ -237,14 +237,14 @@ class Window(WriteBuffer):
         """
         filler, sums, offset = self.filler(region, self._ahead), checksums_of(region), self._offset
         encoder, body = codec.encoder(region.content_bytes), RunningChecksums(takes_crc32c=True)
-        waits, held = self._file.only_grows, list[memoryview]()
+        waits, pieces = self._file.only_grows, list[memoryview]()
         for nbytes in _piece_sizes(region.content_bytes, codec.piece_bytes):
             self._require_going_on()
             content, checksum = filler.view(nbytes, self._content)
             sums.update(content, checksum)
             encoded = encoder.add(content)
             if waits:
-                held.append(encoded)
+                pieces.append(encoded)
             else:
                 if not body.nbytes:
                     self.put(memoryview(bytes(len(encoder.head))))
@@ -253,7 +253,7 @@ class Window(WriteBuffer):
         head, front = memoryview(encoder.head), RunningChecksums(takes_crc32c=True)
         front.update(head)
         if waits:
-            for view in (head, *held):
+            for view in (head, *pieces):
                 self.put(view)
         else:
             self._put_back(head, offset)

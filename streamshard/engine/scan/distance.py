@@ -47,11 +47,11 @@ class Measurer(PairReader):
         sums: list[list[Floats]] = [[] for _ in pair.numels]
         largest, peaks = ([0.0] * len(pair.numels) for _ in range(2))
         for part, left, right in self._blocks(pair):
-            found = meter.measure(left, right, pair)
-            counts[part] += found.counts
-            sums[part].append(found.sums)
-            largest[part] = max(largest[part], found.largest)
-            peaks[part] = max(peaks[part], found.peak)
+            distance = meter.measure(left, right, pair)
+            counts[part] += distance.counts
+            sums[part].append(distance.sums)
+            largest[part] = max(largest[part], distance.largest)
+            peaks[part] = max(peaks[part], distance.peak)
         none = np.zeros((0, len(SUMS)))
         return [
             Measured(counts[part], np.concatenate([none, *sums[part]]), largest[part], peaks[part])
@@ -100,18 +100,18 @@ class _Meter:
             counts[0] = 0 if differ is None else np.count_nonzero(differ)
             return Measured(counts, np.zeros((0, len(SUMS))), 0.0, 0.0)
         with np.errstate(all="ignore"):  # numbers may be of any size, and NaNs of any kind
-            one = self._widened(left, pair.dtype, 0)
-            other = one if differ is None else self._widened(right, pair.dtype, 1)
-            sums, *most = self._sums(one, other)
+            lefts = self._widened(left, pair.dtype, 0)
+            rights = lefts if differ is None else self._widened(right, pair.dtype, 1)
+            sums, *most = self._sums(lefts, rights)
             if np.isfinite(sums).all():
-                counts[5] = len(one)
+                counts[5] = len(lefts)
             else:  # almost always because an element is not finite
                 if differ is not None and pair.any_nan:
-                    differ &= ~(np.isnan(one) & np.isnan(other))
-                counts[1:] = _count(one, other)
-                finite = np.isfinite(one) & np.isfinite(other)
-                one, other = one[finite], other[finite]
-                sums, *most = self._sums(one, other)
+                    differ &= ~(np.isnan(lefts) & np.isnan(rights))
+                counts[1:] = _count(lefts, rights)
+                finite = np.isfinite(lefts) & np.isfinite(rights)
+                lefts, rights = lefts[finite], rights[finite]
+                sums, *most = self._sums(lefts, rights)
         counts[0] = 0 if differ is None else np.count_nonzero(differ)
         return Measured(counts, sums[np.newaxis], *most)
 
@@ -125,17 +125,17 @@ class _Meter:
         floats[:] = values
         return floats
 
-    def _sums(self, one: Floats, other: Floats) -> tuple[Floats, float, float]:
+    def _sums(self, left: Floats, right: Floats) -> tuple[Floats, float, float]:
         """Return the sums, by NumPy's pairwise summation, the largest difference, and the peak."""
-        room, sums = self._floats[2][: len(one)], np.zeros(len(SUMS))
-        sums[2] = np.multiply(one, one, out=room).sum()
-        if one is other:
+        room, sums = self._floats[2][: len(left)], np.zeros(len(SUMS))
+        sums[2] = np.multiply(left, left, out=room).sum()
+        if left is right:
             sums[3] = sums[4] = sums[2]
             return sums, 0.0, 0.0
-        sums[3] = np.multiply(other, other, out=room).sum()
-        sums[4] = np.multiply(one, other, out=room).sum()
-        peak = float(np.abs(one, out=room).max(initial=0.0))
-        np.subtract(other, one, out=room)
+        sums[3] = np.multiply(right, right, out=room).sum()
+        sums[4] = np.multiply(left, right, out=room).sum()
+        peak = float(np.abs(left, out=room).max(initial=0.0))
+        np.subtract(right, left, out=room)
         np.abs(room, out=room)
         sums[0] = room.sum()
         largest = float(room.max(initial=0.0))

@@ -60,12 +60,12 @@ class PairReader:
             reader.close()
 
     def begin(self, left: Region, right: Region) -> Next:
-        both = zip((left, right), self._readers, strict=True)
+        sides = zip((left, right), self._readers, strict=True)
         fillers = [
             RegionFiller(
                 region, reader, self._scratch, ReadAhead([region.copies], reader, readers=2)
             )
-            for region, reader in both
+            for region, reader in sides
         ]
 
         def read(nbytes: int) -> tuple[memoryview, memoryview]:
@@ -118,13 +118,13 @@ class Comparator(PairReader):
         itemsize = pair.right.target_itemsize
         step = self.window_bytes // itemsize * itemsize
         starts = np.cumsum([0, *pair.numels[:-1]])
-        found: dict[int, Mismatch] = {}
+        mismatches: dict[int, Mismatch] = {}
         for at in range(0, pair.right.content_bytes, step):
             one, other = read(min(step, pair.right.content_bytes - at))
             if not _same(one, other):
                 for elements in _differing(one, other, pair):
-                    _add(found, elements + at // itemsize, starts)
-        return list(found.values())
+                    _add(mismatches, elements + at // itemsize, starts)
+        return list(mismatches.values())
 
 
 def _same(left: memoryview, right: memoryview) -> bool:
@@ -137,18 +137,18 @@ def _differing(left: memoryview, right: memoryview, pair: RegionPair) -> Iterato
     dtype, itemsize = pair.dtype, pair.right.target_itemsize
     step = _LOOK_NUMEL * itemsize
     for at in range(0, len(left), step):
-        one, other = left[at : at + step], right[at : at + step]
-        rows = [np.frombuffer(v, dtype=np.uint8).reshape(-1, itemsize) for v in (one, other)]
+        lefts, rights = left[at : at + step], right[at : at + step]
+        rows = [np.frombuffer(v, dtype=np.uint8).reshape(-1, itemsize) for v in (lefts, rights)]
         differ = (rows[0] != rows[1]).any(axis=1)
         if pair.any_nan:
-            differ &= ~(find_nans(one, dtype) & find_nans(other, dtype))
+            differ &= ~(find_nans(lefts, dtype) & find_nans(rights, dtype))
         yield np.flatnonzero(differ) + at // itemsize
 
 
-def _add(found: dict[int, Mismatch], elements: Ints, starts: Ints) -> None:
+def _add(mismatches: dict[int, Mismatch], elements: Ints, starts: Ints) -> None:
     parts = np.searchsorted(starts, elements, side="right") - 1
     which, first, counts = np.unique(parts, return_index=True, return_counts=True)
     for part, index, count in zip(which.tolist(), first.tolist(), counts.tolist(), strict=True):
-        before = found.get(part)
+        before = mismatches.get(part)
         at = before.first if before else int(elements[index] - starts[part])
-        found[part] = Mismatch(part, at, count + (before.count if before else 0))
+        mismatches[part] = Mismatch(part, at, count + (before.count if before else 0))

@@ -71,12 +71,12 @@ class Matcher:
     def close(self) -> None:
         self._reader.close()
 
-    def result_of(self, there: SourceFile, span: Span) -> SpanResult | None:
+    def result_of(self, target: SourceFile, span: Span) -> SpanResult | None:
         """Return the result of a span as if it were written; None if the file differs."""
-        with target_errors(there.path):
-            if not is_object(there.path):  # a bucket is the same everywhere
-                require_seen((there,))
-            with open_readable(there.path) as file, suppress(_DifferentError):
+        with target_errors(target.path):
+            if not is_object(target.path):  # a bucket is the same everywhere
+                require_seen((target,))
+            with open_readable(target.path) as file, suppress(_DifferentError):
                 return self._window.compare(span, file)
         return None
 
@@ -99,24 +99,24 @@ def first_difference(
     def jobs() -> Iterator[Callable[[Matcher], SpanResult | None]]:
         for file in chain.from_iterable(some.singly() for some in files):
             spans, endings = file.spans or [Span(0, [])], FileEndings(file)
-            there = SourceFile(root / file.path, 0, "", "")
-            if not is_object(there.path):
-                with target_errors(there.path):
-                    there = identify(there.path)
+            target = SourceFile(root / file.path, 0, "", "")
+            if not is_object(target.path):
+                with target_errors(target.path):
+                    target = identify(target.path)
             for number, span in enumerate(spans, 1):
                 waiting.append((file, endings, number == len(spans)))
-                yield partial(Matcher.result_of, there=there, span=span)
+                yield partial(Matcher.result_of, target=target, span=span)
 
     end = 0
     # They examine the targets one by one.
     tools = ReadingTools(sources, partial(Matcher, sources, memory.window_bytes))
-    for found in run_ordered(jobs(), tools, workers=memory.workers, progress=progress):
+    for result in run_ordered(jobs(), tools, workers=memory.workers, progress=progress):
         file, endings, is_last = waiting.popleft()
-        if found is None:
+        if result is None:
             return file.path
-        file.take(found)
-        endings.add(found)
-        end = max(end, found.offset + found.written.nbytes)
+        file.take(result)
+        endings.add(result)
+        end = max(end, result.offset + result.written.nbytes)
         if is_last:
             if to_end and not _ends_so(root / file.path, endings.all(), end, progress):
                 return file.path
