@@ -52,8 +52,8 @@ def rename(path: Path, target: Path) -> None:
     place_of(path).rename(path, target)
 
 
-def link_or_copy(known: Path, path: Path) -> None:
-    place_of(path).link_or_copy(known, path)
+def link_or_copy(original: Path, path: Path) -> None:
+    place_of(path).link_or_copy(original, path)
 
 
 def remove_file(path: Path, *, missing_ok: bool = False) -> None:

@@ -31,11 +31,11 @@ def detach_map(mapped: "ctypes.Array[ctypes.c_ubyte]") -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     address, length = ctypes.addressof(mapped), ctypes.sizeof(mapped)
     access = mmap.PROT_READ | mmap.PROT_WRITE
-    made = system_map(None, length, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if made == FAILED:
+    memory = system_map(None, length, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if memory == FAILED:
         raise last_error("")
     for at in range(0, length, _WINDOW_BYTES):
         count = min(_WINDOW_BYTES, length - at)
-        ctypes.memmove(made + at, address + at, count)
-        if _move(made + at, count, count, _TO_ADDRESS, address + at) == FAILED:
+        ctypes.memmove(memory + at, address + at, count)
+        if _move(memory + at, count, count, _TO_ADDRESS, address + at) == FAILED:
             raise last_error("")

@@ -139,13 +139,13 @@ def entries_below(
     while pending:
         directory = pending.pop()
         try:
-            found = [*listed.get(directory, {}).values()] or list(entries(directory))
+            children = [*listed.get(directory, {}).values()] or list(entries(directory))
         except OSError as error:
             if not skips(error):
                 raise
             continue
-        yield from found
-        pending += [one.path for one in reversed(found) if one.is_directory and enters(one)]
+        yield from children
+        pending += [one.path for one in reversed(children) if one.is_directory and enters(one)]
 
 
 def is_listed(directory: Path) -> bool:
@@ -181,8 +181,8 @@ def paths_like(directory: Path, pattern: str) -> list[Path]:
     return [path for path in found if fnmatchcase(path.name, pattern)]
 
 
-def open_readable(path: Path, known: SourceFile | None = None) -> OpenedFile:
-    return place_of(path).open(path, known)
+def open_readable(path: Path, identity: SourceFile | None = None) -> OpenedFile:
+    return place_of(path).open(path, identity)
 
 
 def stream_of(path: Path) -> BinaryIO:

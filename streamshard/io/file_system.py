@@ -25,12 +25,12 @@ def libc(
     result: Any = ctypes.c_int,  # noqa: ANN401
 ) -> Callable[..., int] | None:
     try:
-        found = getattr(ctypes.CDLL(None, use_errno=True), name)
+        function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):
         return None
-    found.argtypes = list(types)
-    found.restype = result
-    call: Callable[..., int] = found
+    function.argtypes = list(types)
+    function.restype = result
+    call: Callable[..., int] = function
     return call
 
 

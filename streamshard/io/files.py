@@ -32,12 +32,12 @@ def require_unchanged(source: SourceFile) -> None:
 
 def require_all_unchanged(files: Sequence[SourceFile]) -> None:
     with listings_kept(fresh=True):
-        for some in _by_checkpoint(files):
-            root = _common_directory(some)
+        for checkpoint_files in _by_checkpoint(files):
+            root = _common_directory(checkpoint_files)
             if root is not None:
                 with source_errors(root):
                     list_ahead(root)
-            for file in some:
+            for file in checkpoint_files:
                 require_unchanged(file)
 
 

@@ -48,14 +48,14 @@ class NodeMemory:
         """Make memory; pages of it are taken when they are first touched."""
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memory without a name")
-        made = cls(os.memfd_create("streamshard"), os.urandom(_TOKEN_BYTES), parts)
+        memory = cls(os.memfd_create("streamshard"), os.urandom(_TOKEN_BYTES), parts)
         try:
-            os.truncate(made._descriptor, made._start + nbytes)
-            os.pwrite(made._descriptor, made._token, 0)
+            os.truncate(memory._descriptor, memory._start + nbytes)
+            os.pwrite(memory._descriptor, memory._token, 0)
         except OSError:  # the user's limit on the size of a file holds for memory too
-            made.close()
+            memory.close()
             raise
-        return made
+        return memory
 
     @classmethod
     def open(cls, offer: Offer, parts: int) -> Self:

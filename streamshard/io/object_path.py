@@ -74,11 +74,11 @@ class ObjectPath(PosixPath):
     stat = open = mkdir = touch = rename = replace = unlink = rmdir = iterdir = _refuse
 
 
-def as_path(given: str | os.PathLike[str]) -> Path:
+def as_path(path: str | os.PathLike[str]) -> Path:
     """Return the path that a user means: local, or of an object."""
-    if isinstance(given, ObjectPath):
-        return given
-    text = os.fspath(given)
+    if isinstance(path, ObjectPath):
+        return path
+    text = os.fspath(path)
     if not text:
         raise UsageError("an empty path; is a variable of the shell not set?")
     if _FILE_URL.match(text):
@@ -99,7 +99,7 @@ def as_path(given: str | os.PathLike[str]) -> Path:
     if separator and scheme.isalnum():
         known = ", ".join(f"{one}://" for one in ("file", *_SCHEMES))
         raise UsageError(f"{scheme}://{rest.rpartition('@')[2]}: not known; there are {known}")
-    return Path(given)
+    return Path(path)
 
 
 def object_of(path: Path) -> ObjectPath:

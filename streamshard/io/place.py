@@ -50,11 +50,11 @@ class Place(Protocol):
     def resolve(self, path: Path) -> Path:
         """Return an absolute path without symbolic links, as far as it exists."""
 
-    def open(self, path: Path, known: SourceFile | None = None) -> OpenedFile:
+    def open(self, path: Path, identity: SourceFile | None = None) -> OpenedFile:
         """Open a file to read ranges of it.
 
-        `known`: what was known of the file when the run was planned; a place that can ask for just
-        that content need not examine it again.
+        `identity`: what was known of the file when the run was planned; a place that can ask for
+        just that content need not examine it again.
         """
 
     def stream(self, path: Path) -> BinaryIO:
@@ -115,12 +115,12 @@ class Place(Protocol):
         At any moment the old or the new one is at the target. In a bucket nothing is renamed.
         """
 
-    def make_link(self, known: Path, path: Path) -> None:
+    def make_link(self, original: Path, path: Path) -> None:
         """Make a hard link to a known file; a symbolic link itself is linked to."""
 
-    def link_or_copy(self, known: Path, path: Path) -> None:
+    def link_or_copy(self, original: Path, path: Path) -> None:
         """Make a hard link to a known file; if that is impossible, a copy."""
-        self.make_link(known, path)
+        self.make_link(original, path)
 
     def remove_file(self, path: Path, *, missing_ok: bool) -> None:
         """Remove a file or a link."""
@@ -138,7 +138,7 @@ class Place(Protocol):
     def discard(self, directory: Path) -> None:
         """Remove what can be removed of a directory; errors are ignored."""
 
-    def take_over_status(self, known: Path, path: Path) -> None:
+    def take_over_status(self, original: Path, path: Path) -> None:
         """Give a directory owner, mode, times and access list of another one."""
         return
 
@@ -208,7 +208,7 @@ class Disk(Place):
     def resolve(self, path: Path) -> Path:
         return Path(os.path.realpath(path))
 
-    def open(self, path: Path, known: SourceFile | None = None) -> ReadableFile:
+    def open(self, path: Path, identity: SourceFile | None = None) -> ReadableFile:
         return ReadableFile(open_to_read(path))
 
     def stream(self, path: Path) -> BinaryIO:
@@ -253,18 +253,18 @@ class Disk(Place):
                 raise
             raise OSError(error.errno, _NOT_RENAMED, str(path)) from error
 
-    def make_link(self, known: Path, path: Path) -> None:
-        os.link(known, path, follow_symlinks=False)
+    def make_link(self, original: Path, path: Path) -> None:
+        os.link(original, path, follow_symlinks=False)
 
-    def link_or_copy(self, known: Path, path: Path) -> None:
+    def link_or_copy(self, original: Path, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self.make_link(known, path)
+            self.make_link(original, path)
         except FileExistsError:
             raise
         except OSError:
             new = os.fdopen(open_target(path), "wb")
-            with self.stream(known) as given, new as copy:
+            with self.stream(original) as given, new as copy:
                 shutil.copyfileobj(given, copy)
 
     def remove_file(self, path: Path, *, missing_ok: bool) -> None:
@@ -290,11 +290,11 @@ class Disk(Place):
         else:
             directory.unlink(missing_ok=True)
 
-    def take_over_status(self, known: Path, path: Path) -> None:
-        wanted, own = known.stat(), path.stat()
+    def take_over_status(self, original: Path, path: Path) -> None:
+        wanted, own = original.stat(), path.stat()
         if (wanted.st_uid, wanted.st_gid) != (own.st_uid, own.st_gid):
             os.chown(path, wanted.st_uid, wanted.st_gid)
-        shutil.copystat(known, path)
+        shutil.copystat(original, path)
 
     def may_change(self, directory: Path) -> bool:
         return os.access(directory, os.W_OK | os.X_OK)

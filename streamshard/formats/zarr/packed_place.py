@@ -194,9 +194,9 @@ class PackedStores(Place):
         around = resolve(archive.parent) if known is None else known.around
         return type(path)(around, archive.name, inner)
 
-    def open(self, path: Path, known: SourceFile | None = None) -> PackedFile:
+    def open(self, path: Path, identity: SourceFile | None = None) -> PackedFile:
         archive, inner = _split(path)
-        directory = self._directory(archive, known.version if known else None)
+        directory = self._directory(archive, identity.version if identity else None)
         row = directory.find(inner)
         if row is None:
             raise absent(path)

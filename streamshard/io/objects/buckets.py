@@ -57,12 +57,12 @@ def objects_below(root: ObjectPath) -> list[ObjectPath]:
     return [object_of(entry.path) for entry in list_below(root)]
 
 
-def copy_object(known: ObjectPath, path: ObjectPath) -> None:
+def copy_object(original: ObjectPath, path: ObjectPath) -> None:
     """Copy an object; within a bucket the service does it, up to the size that it copies."""
     forget()
-    with ObjectFile(known, examine_object(known)) as file:
-        if known.bucket == path.bucket and file.nbytes <= _COPIED_BYTES:
-            call(known, lambda client: client.copy(known.key, path.key))
+    with ObjectFile(original, examine_object(original)) as file:
+        if original.bucket == path.bucket and file.nbytes <= _COPIED_BYTES:
+            call(original, lambda client: client.copy(original.key, path.key))
             return
         sink = ObjectSink(path, file.nbytes)
         try:
@@ -119,21 +119,21 @@ class Buckets(Place):
         return examine_object(object_of(path))
 
     def entries(self, directory: Path) -> Iterator[Entry]:
-        found = listings.entries_of(object_of(directory))
-        if not found and listings.is_listed(object_of(directory)):
+        listing = listings.entries_of(object_of(directory))
+        if not listing and listings.is_listed(object_of(directory)):
             raise absent(directory)
-        if not found:
+        if not listing:
             raise OSError(errno.ENOTSUP, "the web server does not list it", str(directory))
-        return iter(found)
+        return iter(listing)
 
     def resolve(self, path: Path) -> Path:
         return path  # there are no links
 
-    def open(self, path: Path, known: SourceFile | None = None) -> ObjectFile:
+    def open(self, path: Path, identity: SourceFile | None = None) -> ObjectFile:
         expected = (
             examine_object(object_of(path))
-            if known is None
-            else listings.DIRECTORY._replace(nbytes=known.nbytes, version=known.version)
+            if identity is None
+            else listings.DIRECTORY._replace(nbytes=identity.nbytes, version=identity.version)
         )
         return ObjectFile(object_of(path), expected)
 
@@ -187,8 +187,8 @@ class Buckets(Place):
     def rename(self, path: Path, target: Path) -> None:
         raise OSError(errno.ENOTSUP, "objects are not renamed", str(path))
 
-    def make_link(self, known: Path, path: Path) -> None:
-        copy_object(object_of(known), object_of(path))
+    def make_link(self, original: Path, path: Path) -> None:
+        copy_object(object_of(original), object_of(path))
 
     def remove_file(self, path: Path, *, missing_ok: bool) -> None:
         remove_object(object_of(path))

@@ -263,7 +263,7 @@ def call(
         )
         try:
             with _object_errors(path):
-                found = request(client)
+                answer = request(client)
         except ConnectionResetError:
             raise
         except OSError as error:
@@ -272,7 +272,7 @@ def call(
                 return once()  # it answers, if only that it is busy: this may take longer
             raise
         _answered.add(path.bucket)
-        return found
+        return answer
 
     try:
         return try_again(once) if repeats and path.bucket not in _silent else once()

@@ -53,7 +53,7 @@ def _list_directory(directory: ObjectPath) -> list[Entry]:
     if directory.bucket in _unlisted:
         return []
     try:
-        found = call(directory, lambda client: client.list_with_delimiter(directory.key or None))
+        reply = call(directory, lambda client: client.list_with_delimiter(directory.key or None))
     except OSError as error:
         if is_listed(directory):
             raise
@@ -62,12 +62,12 @@ def _list_directory(directory: ObjectPath) -> list[Entry]:
         return []
     entries = [
         Entry(directory.of_key(prefix.rstrip("/")), True, False, DIRECTORY)
-        for prefix in found["common_prefixes"]
+        for prefix in reply["common_prefixes"]
     ]
     # An empty object with a directory's own name, and perhaps a slash, is what consoles make.
-    markers = {directory.key, *(prefix.rstrip("/") for prefix in found["common_prefixes"])}
+    markers = {directory.key, *(prefix.rstrip("/") for prefix in reply["common_prefixes"])}
     metas = [
-        meta for meta in found["objects"] if meta["size"] or meta["path"].rstrip("/") not in markers
+        meta for meta in reply["objects"] if meta["size"] or meta["path"].rstrip("/") not in markers
     ]
     return entries + [_entry(directory, meta) for meta in metas]
 
@@ -113,13 +113,13 @@ def head(path: ObjectPath) -> Status | None:
     if not path.key:
         return None
     try:
-        found = status_of(call(path, lambda client: client.head(path.key)))
-        if path.bucket.startswith("az:") and not found.nbytes:
+        status = status_of(call(path, lambda client: client.head(path.key)))
+        if path.bucket.startswith("az:") and not status.nbytes:
             attributes = call(path, lambda client: client.get(path.key).attributes)
-            return None if _FOLDER in attributes else found
+            return None if _FOLDER in attributes else status
     except FileNotFoundError:
         return None
-    return found
+    return status
 
 
 def _entry(root: ObjectPath, meta: "ObjectMeta") -> Entry:
@@ -266,18 +266,18 @@ def read_after(path: ObjectPath, most: int) -> list[tuple[ObjectPath, Status]]:
     """
     scope = _kept()
     siblings = {} if scope is None else scope.directories.get(_parent(path), {})
-    own, number = _split(path.name)
-    after, others = list[tuple[tuple[int, ...], Entry]](), dict[tuple[str, ...], Entry]()
+    own_kind, own_numbers = _split(path.name)
+    after, by_kind = list[tuple[tuple[int, ...], Entry]](), dict[tuple[str, ...], Entry]()
     for name, entry in sorted(siblings.items()):
-        kind, found = _split(name)
+        kind, numbers = _split(name)
         if entry.is_directory:
             continue
-        if kind == own and found > number:
-            after.append((found, entry))
-        elif kind != own and object_of(entry.path).suffix == path.suffix:
-            others.setdefault(kind, entry)
+        if kind == own_kind and numbers > own_numbers:
+            after.append((numbers, entry))
+        elif kind != own_kind and object_of(entry.path).suffix == path.suffix:
+            by_kind.setdefault(kind, entry)
     chosen = [entry for _, entry in sorted(after, key=itemgetter(0))[:most]]
-    chosen += islice(others.values(), _OTHERS)
+    chosen += islice(by_kind.values(), _OTHERS)
     return [(object_of(entry.path), entry.status()) for entry in chosen]
 
 

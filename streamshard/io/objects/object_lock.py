@@ -102,13 +102,13 @@ class ObjectLock(AnyLock):
         The lock may also be this run's, if the answer to the request that made it was lost.
         """
         try:
-            version, found, modified = get_small(self._path)
+            version, lock_content, modified = get_small(self._path)
         except FileNotFoundError:
             return False  # its holder has released it
-        if found in self._contents:
+        if lock_content in self._contents:
             return True
-        self._require_gone(found, modified)
-        self._require_heeded(_NO_VERSION, found)
+        self._require_gone(lock_content, modified)
+        self._require_heeded(_NO_VERSION, lock_content)
         with ignored({errno.EBUSY, errno.ENOENT}):
             put(self._path, content, mode=version)
             return True
@@ -119,13 +119,13 @@ class ObjectLock(AnyLock):
 
         `content`: what the lock holds already.
         """
-        known = self._path.bucket, "create" if mode == "create" else "replace"
-        if known in _heeded:
+        condition = self._path.bucket, "create" if mode == "create" else "replace"
+        if condition in _heeded:
             return
         with ignored({errno.EEXIST, errno.EBUSY, errno.ENOENT}):
             put(self._path, content, mode=mode)
             raise self._unsafe("ignores")
-        _heeded.add(known)
+        _heeded.add(condition)
 
     def _unsafe(self, does: str) -> TargetError:
         message = f"{self._what}: its service {does} conditions of uploads (such as If-None-Match)"

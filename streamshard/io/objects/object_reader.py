@@ -135,27 +135,27 @@ class ObjectFile(OpenedFile):
         stop = min(offset + count, self.nbytes)
         if stop <= offset:
             return b""
-        found = self._header(offset, stop)
-        if found is None:
+        header = self._header(offset, stop)
+        if header is None:
             if not self._headers:
                 self._read_heads()
             begin = max(0, min(offset, self.nbytes - _HEADER_BYTES))
             self.prepare([(offset, stop), (begin, begin + _HEADER_BYTES)])
-            found = self._header(offset, stop)
-        return b"" if found is None else bytes(found)
+            header = self._header(offset, stop)
+        return b"" if header is None else bytes(header)
 
     def _read_heads(self) -> None:
         """Read both ends of this object, and of those that are likely read next, side by side."""
         following = listings.read_after(self._path, _ALIKE)
         files = [self, *(ObjectFile(path, status) for path, status in following)]
         ends = [(file, file._ends()) for file in files if file is self or not file._headers]
-        pending = [(file, one, file._submit(*one)) for file, wanted in ends for one in wanted]
-        for file, one, future in pending:
+        pending = [(file, span, file._submit(*span)) for file, wanted in ends for span in wanted]
+        for file, span, future in pending:
             if file is self:
-                file._headers[one] = future.result()
+                file._headers[span] = future.result()
                 continue
             with ignored(FROM_OUTSIDE), suppress(CorruptFileError):  # who needs it reads it again
-                file._headers[one] = future.result()
+                file._headers[span] = future.result()
 
     def _ends(self) -> list[tuple[int, int]]:
         if self.nbytes <= 2 * _HEADER_BYTES:
@@ -260,21 +260,21 @@ def examine_object(path: ObjectPath) -> Status:
         return known
     if known is None:
         raise absent(path)
-    found: Status | None
+    status: Status | None
     listed: list[Entry]
     if kept() is not None:  # then the listing will be of use, if it is a directory
-        found, listed = together(lambda: listings.head(path), lambda: listings.entries_of(path))
+        status, listed = together(lambda: listings.head(path), lambda: listings.entries_of(path))
         may_be_directory = bool(listed)
     else:
-        found, listed, may_be_directory = listings.head(path), [], True
-    if found is not None and found.nbytes:
-        return found
+        status, listed, may_be_directory = listings.head(path), [], True
+    if status is not None and status.nbytes:
+        return status
     # A service may list directories in it that are empty.
     if not all(entry.is_directory for entry in listed):
         return listings.DIRECTORY
     lists = listings.holds_objects if listings.is_listed(path) else listings.entries_of
     if may_be_directory and lists(path):
         return listings.DIRECTORY
-    if found is None:
+    if status is None:
         raise absent(path)
-    return found
+    return status
