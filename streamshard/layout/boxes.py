@@ -92,10 +92,10 @@ def grid_of(
         shape = (1,)
         offsets, sizes = np.zeros((len(offsets), 1), np.int64), np.ones((len(sizes), 1), np.int64)
         holders = None
-    lower, held = (offsets, sizes) if holders is None else holders
+    lower, holder_sizes = (offsets, sizes) if holders is None else holders
     lengths = np.asarray(shape, dtype=np.int64)
     ends = offsets + sizes
-    for box in np.flatnonzero(((lower > offsets) | (lower + held < ends)).any(axis=1))[:1]:
+    for box in np.flatnonzero(((lower > offsets) | (lower + holder_sizes < ends)).any(axis=1))[:1]:
         raise NotTiledError(f"{_shown(offsets, sizes, box)} reaches out of its holder")
     for box in np.flatnonzero(((offsets < 0) | (sizes < 1) | (ends > lengths)).any(axis=1))[:1]:
         raise NotTiledError(f"{_shown(offsets, sizes, box)} reaches out of {list(shape)}")
@@ -123,7 +123,7 @@ def grid_of(
     for gap in np.argwhere(cells < 0)[:1].tolist():
         where = [int(edges[d][cell]) for d, cell in enumerate(gap)]
         raise NotTiledError(f"no box holds its element {where}")
-    return BoxGrid(tuple(shape), offsets, sizes, lower, held, edges, cells.reshape(-1))
+    return BoxGrid(tuple(shape), offsets, sizes, lower, holder_sizes, edges, cells.reshape(-1))
 
 
 def _shown(offsets: Ints, sizes: Ints, box: int) -> str:
@@ -217,11 +217,11 @@ class Boxes:
     def _place(self, grid: Ints, element: Ints) -> tuple[Ints, Ints]:
         """Return the box that has each element, and the element's number in the box's holder."""
         indices: list[Ints] = []
-        left, cell, step = element, np.zeros_like(element), np.ones_like(element)
+        quotient, cell, step = element, np.zeros_like(element), np.ones_like(element)
         for dimension in reversed(range(self.shape.shape[1])):
             length = self.shape[grid, dimension]
-            indices.append(left % length)
-            left = left // length
+            indices.append(quotient % length)
+            quotient = quotient // length
             cell += step * self._cell(grid, dimension, indices[-1])
             step = step * self.counts[grid, dimension]
         box = self.cells[self.first_cell[grid] + cell]

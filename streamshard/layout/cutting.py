@@ -87,12 +87,12 @@ class Cutting:
 
         Tensors that are cut into boxes need one per run.
         """
-        found = self._pieces_of(segments, target_itemsize)
+        copies = self._pieces_of(segments, target_itemsize)
         if self.of is None:
-            return found
-        itemsize = self.of.itemsize[found.file]
-        start = found.source // itemsize
-        inner = Segments(found.file, start, start + found.nbytes // itemsize, found.target)
+            return copies
+        itemsize = self.of.itemsize[copies.file]
+        start = copies.source // itemsize
+        inner = Segments(copies.file, start, start + copies.nbytes // itemsize, copies.target)
         return self.of.locate(inner, target_itemsize=target_itemsize)
 
     def _pieces_of(self, segments: Segments, target_itemsize: int) -> Copies:

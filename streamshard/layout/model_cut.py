@@ -38,7 +38,7 @@ class ModelCut:
     """The rank that has each piece; in ascending order."""
     whole: Ints
     """Where each piece begins in the whole tensor, (pieces, dimensions)."""
-    own: Ints
+    local: Ints
     """Where it begins in its rank's tensor."""
     sizes: Ints
     """Its lengths."""
@@ -48,7 +48,7 @@ class ModelCut:
         for number, shard in enumerate(self.shards):
             mine = self.rank == number
             if shard is not None and 0 not in shard:
-                grid_of(shard, self.own[mine], self.sizes[mine])
+                grid_of(shard, self.local[mine], self.sizes[mine])
             elif mine.any():
                 raise NotTiledError(f"rank {number} has pieces of a tensor, and no elements of it")
         if 0 not in self.shape:
@@ -80,27 +80,27 @@ class ModelCut:
         once.
         """
         rows = [
-            np.flatnonzero(self.rank == own) if own is not None else np.zeros(0, np.int64)
-            for own in over
+            np.flatnonzero(self.rank == rank) if rank is not None else np.zeros(0, np.int64)
+            for rank in over
         ]
         taken = np.concatenate(rows).astype(np.int64)
         return replace(
             self,
-            shards=tuple(None if own is None else self.shards[own] for own in over),
+            shards=tuple(None if rank is None else self.shards[rank] for rank in over),
             rank=np.repeat(np.arange(len(over)), [len(row) for row in rows]),
             whole=self.whole[taken],
-            own=self.own[taken],
+            local=self.local[taken],
             sizes=self.sizes[taken],
         )
 
     def _ordinals(self) -> Ints:
         """Number the ranks that have the same piece, piece by piece, from 0."""
         seen: dict[bytes, int] = {}
-        found = np.zeros(len(self.rank), dtype=np.int64)
+        ordinals = np.zeros(len(self.rank), dtype=np.int64)
         for row, key in enumerate(np.hstack([self.whole, self.sizes])):
-            found[row] = seen.setdefault(key.tobytes(), 0)
+            ordinals[row] = seen.setdefault(key.tobytes(), 0)
             seen[key.tobytes()] += 1
-        return found
+        return ordinals
 
     def _first_holders(self, choice: int = 0) -> Ints:
         """Return one row for each different piece: of the holder with this number, if there is."""
@@ -137,19 +137,19 @@ def segments_cut(shape: Shape, dimension: int, segments: Sequence[Sequence[int] 
     Examples
     --------
     >>> cut = segments_cut((6, 2), 0, [[2, 1], 3])  # queries split, keys and values replicated
-    >>> cut.shards, cut.rank.tolist(), cut.whole[:, 0].tolist(), cut.own[:, 0].tolist()
+    >>> cut.shards, cut.rank.tolist(), cut.whole[:, 0].tolist(), cut.local[:, 0].tolist()
     (((5, 2), (4, 2)), [0, 0, 1, 1], [0, 3, 2, 3], [0, 2, 0, 1])
     """
-    count = max(1 if isinstance(one, int) else len(one) for one in segments)
+    count = max(1 if isinstance(segment, int) else len(segment) for segment in segments)
     rows: list[tuple[int, int, int, int]] = []
-    own, at = [0] * count, 0
-    for one in segments:
-        widths = [one] * count if isinstance(one, int) else list(one)
-        starts = [0] * count if isinstance(one, int) else list(accumulate(widths, initial=0))
+    totals, at = [0] * count, 0
+    for segment in segments:
+        widths = [segment] * count if isinstance(segment, int) else list(segment)
+        starts = [0] * count if isinstance(segment, int) else list(accumulate(widths, initial=0))
         for rank, width in enumerate(widths):
-            rows += [(rank, at + starts[rank], own[rank], width)] if width else []
-            own[rank] += width
-        at += one if isinstance(one, int) else sum(one)
+            rows += [(rank, at + starts[rank], totals[rank], width)] if width else []
+            totals[rank] += width
+        at += segment if isinstance(segment, int) else sum(segment)
     if at != shape[dimension]:
         raise NotTiledError(f"parts of {at} in a dimension of {shape[dimension]}")
     rows = sorted(rows) if 0 not in shape else []
@@ -158,7 +158,7 @@ def segments_cut(shape: Shape, dimension: int, segments: Sequence[Sequence[int] 
     along = np.arange(len(shape)) == dimension
     return ModelCut(
         shape,
-        tuple((*shape[:dimension], width, *shape[dimension + 1 :]) for width in own),
+        tuple((*shape[:dimension], width, *shape[dimension + 1 :]) for width in totals),
         columns[:, 0],
         np.where(along, columns[:, 1:2], corner),
         np.where(along, columns[:, 2:3], corner),
@@ -195,18 +195,18 @@ def recut(target: ModelCut, rank: int, source: ModelCut, *, holder: int = 0) -> 
     shard = target.shards[rank]
     if shard is None or 0 in shard:
         return None
-    mine = np.flatnonzero(target.rank == rank)
-    theirs = source._first_holders(holder)
+    pieces = np.flatnonzero(target.rank == rank)
+    source_pieces = source._first_holders(holder)
     pairs = [
-        _meeting(target, mine[at : at + _PIECES], source, theirs)
-        for at in range(0, max(1, len(mine)), _PIECES)
+        _meeting(target, pieces[at : at + _PIECES], source, source_pieces)
+        for at in range(0, max(1, len(pieces)), _PIECES)
     ]
-    one, other = (np.concatenate(column) for column in zip(*pairs, strict=True))
-    low = np.maximum(target.whole[one], source.whole[other])
-    high = _ends(target, source, one, other)
-    offsets = low - target.whole[one] + target.own[one]
-    in_holder = low - source.whole[other] + source.own[other]
-    ranks = source.rank[other]
+    targets, sources = (np.concatenate(column) for column in zip(*pairs, strict=True))
+    low = np.maximum(target.whole[targets], source.whole[sources])
+    high = _ends(target, source, targets, sources)
+    offsets = low - target.whole[targets] + target.local[targets]
+    in_holder = low - source.whole[sources] + source.local[sources]
+    ranks = source.rank[sources]
     shapes = [source.shards[number] for number in ranks.tolist()]
     lengths = np.array(shapes, dtype=np.int64).reshape(offsets.shape)
     grid = grid_of(shard, offsets, high - low, holders=(offsets - in_holder, lengths))

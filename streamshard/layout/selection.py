@@ -33,11 +33,11 @@ def select(key: Key, shape: tuple[int, ...]) -> tuple[Axis, ...]:
     dots = [number for number, part in enumerate(keys) if part is ...]
     if len(dots) > 1:
         raise IndexError("an index can have one ellipsis ('...') only")
-    given = len(keys) - len(dots)
-    if given > len(shape):
-        raise IndexError(f"{given} indices for {len(shape)} dimensions, shape {shape}")
+    count = len(keys) - len(dots)
+    if count > len(shape):
+        raise IndexError(f"{count} indices for {len(shape)} dimensions, shape {shape}")
     at = dots[0] if dots else len(keys)
-    rest = (slice(None),) * (len(shape) - given)
+    rest = (slice(None),) * (len(shape) - count)
     whole = (*keys[:at], *rest, *keys[at + len(dots) :])
     return tuple(
         _axis(part, numel, dimension)

@@ -150,9 +150,9 @@ def flat_group(
     `alignment`: unit of `parameter_alignment` in elements; 1 where it is off.
     `counts`: how many tensors next to each other each parameter is; by default each is one.
     """
-    own = np.asarray(numels, dtype=np.int64)
+    numel_array = np.asarray(numels, dtype=np.int64)
     lasts = np.cumsum(counts or [1] * len(numels), dtype=np.int64) - 1
-    ends, sizes = ends_and_numels(own, lasts)
+    ends, sizes = ends_and_numels(numel_array, lasts)
     count = len(lasts)
     order = round_robin_order(count, world_size) if round_robin else list(range(count))
     moved = np.zeros(count, dtype=np.int64)
@@ -167,8 +167,8 @@ def flat_group(
     unit = _START_ALIGNMENT * world_size
     return FlatGroup(
         order=tuple(order),
-        numels=own,
-        starts=np.cumsum(own) - own + np.repeat(moved, np.diff(lasts, prepend=-1)),
+        numels=numel_array,
+        starts=np.cumsum(numel_array) - numel_array + np.repeat(moved, np.diff(lasts, prepend=-1)),
         lasts=lasts,
         alignments=tuple(alignments),
         numel=end,
@@ -197,7 +197,7 @@ def sub_groups(
     >>> [(s.first, s.stop) for s in sub_groups([[4, 4, 4]], world_size=2, sub_group_size=3)]
     [(0, 2), (2, 3)]
     """
-    found: list[SubGroup] = []
+    sub_groups: list[SubGroup] = []
     for group, numels in enumerate(groups):
         ranks = sharers[group] if sharers else world_size
         shares = [shard_numel(numel, ranks) for numel in numels]
@@ -205,6 +205,6 @@ def sub_groups(
         for index, share in enumerate(shares):
             filled += share
             if filled >= sub_group_size or index == len(shares) - 1:
-                found.append(SubGroup(group, first, index + 1, filled))
+                sub_groups.append(SubGroup(group, first, index + 1, filled))
                 first, filled = index + 1, 0
-    return tuple(found)
+    return tuple(sub_groups)

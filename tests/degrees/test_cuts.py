@@ -91,7 +91,7 @@ def test_parts_are_put_together_as_deepspeed_does(tmp_path: Path, name: str) -> 
 
 def put_together(cut: ModelCut, shards: list[Tensor]) -> Tensor:
     whole = torch.full(cut.shape, torch.nan)
-    columns = cut.rank.tolist(), cut.whole.tolist(), cut.own.tolist(), cut.sizes.tolist()
+    columns = cut.rank.tolist(), cut.whole.tolist(), cut.local.tolist(), cut.sizes.tolist()
     for rank, at, own, sizes in zip(*columns, strict=True):
         shape = cut.shards[rank]
         assert shape is not None

@@ -172,13 +172,13 @@ def test_a_view_of_a_whole_tensor_is_cut_in_the_other_s_shape() -> None:
 
 def test_cuts_that_lose_or_double_elements_are_refused() -> None:
     good = split_cut((4, 2), 0, [3, 1])
-    parts = good.shards, good.rank, good.whole, good.own, good.sizes
+    parts = good.shards, good.rank, good.whole, good.local, good.sizes
     with pytest.raises(NotTiledError, match=r"no box holds its element \[3, 0\]"):
         ModelCut(good.shape, (good.shards[0], None), *(part[:1] for part in parts[1:]))
     longer = good.sizes + np.array([[0, 0], [1, 0]])
     lower = good.whole - np.array([[0, 0], [1, 0]])
     with pytest.raises(NotTiledError, match="overlap"):
-        ModelCut(good.shape, ((3, 2), (2, 2)), good.rank, lower, good.own, longer)
+        ModelCut(good.shape, ((3, 2), (2, 2)), good.rank, lower, good.local, longer)
     with pytest.raises(NotTiledError, match="reaches out"):
         ModelCut(good.shape, ((3, 2), (1, 1)), *parts[1:])
     with pytest.raises(NotTiledError, match="parts of 3 in a dimension of 4"):

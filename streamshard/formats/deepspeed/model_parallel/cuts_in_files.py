@@ -304,7 +304,7 @@ def map_of(cut: ModelCut) -> dict[str, Node]:
             {
                 "shape": cut.sizes[row].tolist(),
                 "source": [int(cut.whole[row] @ whole_strides), whole_strides.tolist()],
-                "dest": [int(cut.own[row] @ own_strides), own_strides.tolist()],
+                "dest": [int(cut.local[row] @ own_strides), own_strides.tolist()],
                 "locations": holders[keys[row]],
             }
             for row in np.flatnonzero(cut.rank == number).tolist()
