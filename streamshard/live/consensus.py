@@ -45,7 +45,7 @@ class Agreement:
         if plain is None:  # DeepSpeed does not call it either
             yield
             return
-        own = vars(owner).get(method)
+        attribute = vars(owner).get(method)
 
         def call(*args: object, **kwargs: object) -> object:
             with self.step():
@@ -56,8 +56,8 @@ class Agreement:
             yield
         finally:
             delattr(owner, method)
-            if own is not None:
-                setattr(owner, method, own)
+            if attribute is not None:
+                setattr(owner, method, attribute)
 
     def share(self, value: T | None) -> T:
         """Send a value from rank 0 to all ranks."""
@@ -92,18 +92,18 @@ class Agreement:
                     )
 
     def _require(self, error: Exception | None) -> None:
-        own = None if error is None else (_kind(error), str(error) or repr(error))
-        found: list[tuple[type[StreamshardError], str] | None]
-        found = [None] * distributed.get_world_size()
+        failure = None if error is None else (_kind(error), str(error) or repr(error))
+        failures: list[tuple[type[StreamshardError], str] | None]
+        failures = [None] * distributed.get_world_size()
         try:
-            distributed.all_gather_object(found, own)
+            distributed.all_gather_object(failures, failure)
         except RuntimeError as broken:
             self._is_over = True  # no rank can answer any more
             if error is not None:
                 raise error from broken
             message = "another rank has ended, or does not answer, while all load a checkpoint"
             raise OtherRankError(f"{message} ({broken})") from broken
-        failed = [(rank, one) for rank, one in enumerate(found) if one is not None]
+        failed = [(rank, one) for rank, one in enumerate(failures) if one is not None]
         if not failed:
             return
         self._is_over = True

@@ -31,7 +31,7 @@ def fitted_configs() -> Iterator[None]:
     the checkpoint then says what the global batch was (see `plan_batch`).
     """
     plain = DeepSpeedConfig._configure_train_batch_size
-    said: set[BatchPlan] = set()
+    announcements: set[BatchPlan] = set()
 
     @wraps(plain)
     def configure(config: Any) -> None:
@@ -44,8 +44,8 @@ def fitted_configs() -> Iterator[None]:
                 train_micro_batch_size_per_gpu=plan.micro_batch,
                 gradient_accumulation_steps=plan.accumulation,
             )
-            if plan not in said:
-                said.add(plan)
+            if plan not in announcements:
+                announcements.add(plan)
                 say(f"{_text(plan, int(config.world_size))} (the config's sizes fit other ranks)")
         plain(config)
 
@@ -95,24 +95,24 @@ def plan_batch(engine: Engine, resharding: Resharding) -> BatchPlan | None:
     to change.
     """
     source, settings = resharding.source, resharding.settings
-    found = global_batch(source.checkpoint, settings.config, settings.layout.world_size)
-    if isinstance(found, str):
-        raise UnsupportedError(f"{source.path}: the global batch cannot be kept. {found}")
+    batch = global_batch(source.checkpoint, settings.config, settings.layout.world_size)
+    if isinstance(batch, str):
+        raise UnsupportedError(f"{source.path}: the global batch cannot be kept. {batch}")
     micro, ranks = engine.train_micro_batch_size_per_gpu(), engine.dp_world_size
     now = engine.train_batch_size()
-    if now == found.total:
+    if now == batch.total:
         return None
-    head = f"{source.path}: saved with a global batch of {found.total:,}; the engine's is {now:,}."
-    advice = settings_text(found, resharding.resized.framework)
+    head = f"{source.path}: saved with a global batch of {batch.total:,}; the engine's is {now:,}."
+    advice = settings_text(batch, resharding.resized.framework)
     framework = _framework()
     if framework is not None:
         message = f"{head} {framework} counts the accumulation itself, so it is not changed here"
         raise UsageError(f"{message}. {advice}")
-    accumulation, rest = divmod(found.total, micro * ranks)
-    if rest or ranks != found.ranks:
+    accumulation, rest = divmod(batch.total, micro * ranks)
+    if rest or ranks != batch.ranks:
         message = f"{head} Accumulation alone cannot keep it with a micro batch of {micro:,} on"
         raise UsageError(f"{message} {counted(ranks, 'rank')}. {advice}")
-    return BatchPlan(found.total, micro, accumulation)
+    return BatchPlan(batch.total, micro, accumulation)
 
 
 def set_batch(engine: Engine, plan: BatchPlan) -> None:

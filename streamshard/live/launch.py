@@ -42,14 +42,14 @@ def _complete_saves() -> Iterator[None]:
 
     @wraps(plain)
     def save(engine: Engine, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(plain).bind(engine, *args, **kwargs)
-        given.apply_defaults()
-        if not given.arguments["save_latest"] or writes_in_background(engine):
+        call = inspect.signature(plain).bind(engine, *args, **kwargs)
+        call.apply_defaults()
+        if not call.arguments["save_latest"] or writes_in_background(engine):
             return plain(engine, *args, **kwargs)
-        tag = given.arguments["tag"]
-        directory = Path(given.arguments["save_dir"])
-        given.arguments["save_latest"] = False
-        saved = plain(*given.args, **given.kwargs)  # ends with a barrier
+        tag = call.arguments["tag"]
+        directory = Path(call.arguments["save_dir"])
+        call.arguments["save_latest"] = False
+        saved = plain(*call.args, **call.kwargs)  # ends with a barrier
         if distributed.get_rank() == 0:
             name = f"global_step{engine.global_steps}" if tag is None else str(tag)
             _remove_files_of_other_ranks(engine, directory / name)
@@ -217,11 +217,11 @@ def launch() -> None:
 
 
 def _parse(arguments: list[str]) -> _Command:
-    rest, ranked = list(arguments), []
+    words, ranked = list(arguments), []
     keeps = takes_newest = is_module = False
     start = None
-    while rest and rest[0].startswith("-") and not is_module:
-        option = rest.pop(0)
+    while words and words[0].startswith("-") and not is_module:
+        option = words.pop(0)
         if option.startswith(("--local_rank=", "--local-rank=")):
             ranked.append(option)  # launchers put it in front of all; it is for the script
         elif option == _KEEP:
@@ -229,7 +229,7 @@ def _parse(arguments: list[str]) -> _Command:
         elif option == _NEWEST:
             takes_newest = True
         elif option == _SAVE_START:
-            start = _start(rest.pop(0) if rest else "-")
+            start = _start(words.pop(0) if words else "-")
         elif option == "-m":
             is_module = True
         elif option in ("-h", "--help"):
@@ -237,17 +237,17 @@ def _parse(arguments: list[str]) -> _Command:
             sys.exit(0)
         else:
             _stop(f"{_USAGE}\n\nerror: unknown option {option}; the script's own follow its name")
-    if not rest:
+    if not words:
         _stop(f"{_USAGE}\n\nerror: name a training script, or -m and a module")
-    own = (*ranked, *rest[1:])
-    return _Command(rest[0], is_module, keeps, takes_newest, start, own)
+    own = (*ranked, *words[1:])
+    return _Command(words[0], is_module, keeps, takes_newest, start, own)
 
 
-def _start(given: str) -> Path:
-    if given.startswith("-"):
+def _start(directory: str) -> Path:
+    if directory.startswith("-"):
         _stop(f"{_USAGE}\n\nerror: {_SAVE_START} lacks its directory")
     try:
-        return _free_directory(given)
+        return _free_directory(directory)
     except StreamshardError as error:
         _stop(f"error: {error}", error.exit_code)
 

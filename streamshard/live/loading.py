@@ -155,11 +155,11 @@ class Loading:
 
     def _open(self, path: Path, tag: str | None, *, may_be_missing: bool) -> Resharding | None:
         """Open the checkpoint on rank 0, which reads all headers, and send it to all ranks."""
-        found: Resharding | bool | None = None
+        resharding: Resharding | bool | None = None
         with self._agreement.step():
             if distributed.get_rank() == 0:
-                found = self._opened(path, tag, may_be_missing=may_be_missing)
-        shared = self._agreement.share(found)
+                resharding = self._opened(path, tag, may_be_missing=may_be_missing)
+        shared = self._agreement.share(resharding)
         return shared if isinstance(shared, Resharding) else None
 
     def _opened(self, path: Path, tag: str | None, *, may_be_missing: bool) -> Resharding | bool:

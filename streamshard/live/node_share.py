@@ -92,20 +92,20 @@ class NodeShare:
 
     def _part(self, member: int) -> list[tuple[Region, int]]:
         """Return the regions that one of the members reads, and where they begin."""
-        found = list[tuple[Region, int]]()
+        regions = list[tuple[Region, int]]()
         for number, storage in self._storages.items():
             start = self._places[number]
             for region in storage.regions:
-                found.append((region, start))
+                regions.append((region, start))
                 start += region.nbytes
-        found.sort(key=lambda each: each[0].nbytes, reverse=True)
+        regions.sort(key=lambda pair: pair[0].nbytes, reverse=True)
         loads = [0] * len(self._members)
         part = list[tuple[Region, int]]()
-        for each in found:
+        for pair in regions:
             least = loads.index(min(loads))
-            loads[least] += each[0].nbytes
+            loads[least] += pair[0].nbytes
             if least == member:
-                part.append(each)
+                part.append(pair)
         return part
 
     def maps(self) -> dict[int, memoryview]:

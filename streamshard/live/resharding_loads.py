@@ -102,13 +102,13 @@ class FrameworkLoads:
 
         @wraps(plain)
         def load(*args: Any, **kwargs: Any) -> object:
-            given = inspect.signature(plain).bind(*args, **kwargs)
-            saved = self._of(given.arguments["input_dir"])
+            call = inspect.signature(plain).bind(*args, **kwargs)
+            saved = self._of(call.arguments["input_dir"])
             if saved is None:
                 return plain(*args, **kwargs)
-            if given.arguments["process_index"] >= saved.world_size:
-                given.arguments["process_index"] = _NO_RANK
-            attributes = plain(*given.args, **given.kwargs)
+            if call.arguments["process_index"] >= saved.world_size:
+                call.arguments["process_index"] = _NO_RANK
+            attributes = plain(*call.args, **call.kwargs)
             if isinstance(attributes, dict) and saved.accelerate_step is not None:
                 attributes.setdefault("step", saved.accelerate_step)
             return attributes
@@ -165,15 +165,15 @@ def _newest_of(directory: Path) -> Path:
 
     Every rank calls this; rank 0 alone reads.
     """
-    agreement, found = Agreement(), str(directory)
+    agreement, path = Agreement(), str(directory)
     with agreement.step():
         if distributed.get_rank() == 0:
             with suppress(SourceNotFoundError):  # the job begins
                 result = newest(directory)
-                found = str(result)
+                path = str(result)
                 passed = [f"passed over {one.path}: {one.reason}" for one in result.passed_over]
-                say("\n".join([*result.notes, *passed, f"newest good checkpoint: {found}"]))
-    return as_path(agreement.share(found))
+                say("\n".join([*result.notes, *passed, f"newest good checkpoint: {path}"]))
+    return as_path(agreement.share(path))
 
 
 @contextmanager

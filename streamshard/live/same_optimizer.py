@@ -48,17 +48,17 @@ def require_same_optimizer(
     `ranks`: the rank's number among the model-parallel parts, and among the data-parallel ranks.
     """
     where, layout = resharding.source.path, resharding.settings.layout
-    own, planned = _kind_of(optimizer), _planned_kind(layout)
-    if own != planned:
+    kind, planned = _kind_of(optimizer), _planned_kind(layout)
+    if kind != planned:
         message = f"{where}: with its config, the engine should have a {planned} at stage"
-        message = f"{message} {layout.stage}; it has a {own}, which cuts its states otherwise"
+        message = f"{message} {layout.stage}; it has a {kind}, which cuts its states otherwise"
         raise DisagreementError(f"{message}: nothing was loaded")
-    if own == FLAT and optimizer.cpu_offload != layout.offload:
+    if kind == FLAT and optimizer.cpu_offload != layout.offload:
         states = "offloads" if optimizer.cpu_offload else "does not offload"
         message = f"{where}: the engine {states} its optimizer, other than its config says"
         raise DisagreementError(f"{message}: nothing was loaded")
     expected = list(held_groups(resharding, files.cuts, *ranks))
-    live = list(_held(names, optimizer, own, ranks[1]))
+    live = list(_held(names, optimizer, kind, ranks[1]))
     try:
         _require_same_groups(where, expected, live)
     except DisagreementError as error:
@@ -109,28 +109,28 @@ def _held(names: Mapping[Any, str], optimizer: Any, kind: str, dp_rank: int) -> 
         yield HeldGroup(stored, tuple(gaps), master.numel(), sharer)
 
 
-def _require_same_group(where: str, saved: HeldGroup, own: HeldGroup) -> None:
-    if len(saved.params) != len(own.params):
+def _require_same_group(where: str, saved: HeldGroup, live: HeldGroup) -> None:
+    if len(saved.params) != len(live.params):
         params = counted(len(saved.params), "parameter")
         message = f"{where} of the optimizer has {params}, the engine's has"
-        missing = sorted({*saved.params} ^ {*own.params})
-        raise DisagreementError(f"{message} {len(own.params)}; only one has '{missing[0]}'")
-    for at, (theirs, ours) in enumerate(zip(saved.params, own.params, strict=True)):
+        missing = sorted({*saved.params} ^ {*live.params})
+        raise DisagreementError(f"{message} {len(live.params)}; only one has '{missing[0]}'")
+    for at, (theirs, ours) in enumerate(zip(saved.params, live.params, strict=True)):
         if theirs != ours:
             message = f"{where}: parameter {at} of the optimizer is '{theirs}', of the engine's it"
             raise DisagreementError(f"{message} is '{ours}': give the parameters in the same order")
     for what, planned, actual in (
-        ("a partition for this job has {} elements", saved.numel, own.numel),
-        ("this rank is to hold part {}", saved.sharer, own.sharer),
-        ("the padding between parameters is to add up to {}", *_gaps(saved, own)),
+        ("a partition for this job has {} elements", saved.numel, live.numel),
+        ("this rank is to hold part {}", saved.sharer, live.sharer),
+        ("the padding between parameters is to add up to {}", *_gaps(saved, live)),
     ):
         if planned != actual:
             message = f"{where}: {what.format(f'{planned:,}')}, in the engine it is {actual:,}"
             raise DisagreementError(message)
 
 
-def _gaps(saved: HeldGroup, own: HeldGroup) -> tuple[int, int]:
+def _gaps(saved: HeldGroup, live: HeldGroup) -> tuple[int, int]:
     """Return the padding up to the first parameter after which it differs, or all of it."""
-    both = list(zip(saved.alignments, own.alignments, strict=True))
+    both = list(zip(saved.alignments, live.alignments, strict=True))
     differing = next((at for at, (one, other) in enumerate(both) if one != other), len(both))
-    return sum(saved.alignments[: differing + 1]), sum(own.alignments[: differing + 1])
+    return sum(saved.alignments[: differing + 1]), sum(live.alignments[: differing + 1])

@@ -181,19 +181,19 @@ class ServedFiles:
     def _read(
         self, storage: StorageContent, shared: memoryview | None = None
     ) -> torch.UntypedStorage:
-        made = torch.UntypedStorage(storage.nbytes)  # type: ignore[no-untyped-call]
+        memory = torch.UntypedStorage(storage.nbytes)  # type: ignore[no-untyped-call]
         if not storage.nbytes:
-            return made
-        view = memoryview(_bytes_of(made))
+            return memory
+        view = memoryview(_bytes_of(memory))
         known = storage.data if shared is None else shared
         if known is not None:
             view[:] = known
-            return made
+            return memory
         at = 0
         for region in storage.regions:
             self.fill(region, view[at : at + region.nbytes])
             at += region.nbytes
-        return made
+        return memory
 
     def fill(self, region: Region, view: memoryview) -> None:
         """Fill a view with a region: in windows, except chunks that are decoded at once."""
