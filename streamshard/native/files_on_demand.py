@@ -33,16 +33,16 @@ class StorageContent:
         """Return (file, byte offset) if all bytes are one fragment of a file, as they are there."""
         if self.data is not None or not self.nbytes or self.regions[0].cast is not None:
             return None
-        found, at = None, 0
+        fragment, at = None, 0
         for region in self.regions:
             copies = region.copies
             if len(copies) != 1 or int(copies.target[0]) or int(copies.nbytes[0]) != region.nbytes:
                 return None
             extent = int(copies.file[0]), int(copies.source[0]) - at
-            if found not in (None, extent):
+            if fragment not in (None, extent):
                 return None
-            found, at = extent, at + region.nbytes
-        return found
+            fragment, at = extent, at + region.nbytes
+        return fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class FilesOnDemand:
         checkpoint = self._resharding.source.checkpoint
         index, model_part = checkpoint.tensor_index(), checkpoint.model_parts[mp_rank]
         module = model_part.model_state[names.MODULE_STATE]
-        made: dict[str, Storage] = {}
+        storages: dict[str, Storage] = {}
         state: OrderedDict[str, Node] = OrderedDict()
         for entry in model_part.module:
             keys = ((model_part.name, kind, entry.held_as) for kind in (MASTER, MODULE))
@@ -115,7 +115,7 @@ class FilesOnDemand:
             if number is not None:
                 tensor = checkpoint.tensors[number]
                 whole = Storage(tensor.dtype, tensor.numel, Whole(number))
-                storage = made.setdefault(entry.held_as, whole)
+                storage = storages.setdefault(entry.held_as, whole)
                 state[entry.name] = make_tensor(storage, tensor.shape)
             elif entry.kind == "extra":
                 state[entry.name] = module[entry.name]

@@ -57,12 +57,12 @@ def explain(
     """
     checkpoint = source.checkpoint
     framework = _framework(checkpoint, resized)
-    found = global_batch(checkpoint, config, dp_world_size, parts)
-    batch = found if isinstance(found, str) else settings_text(found, framework, job)
+    sizes = global_batch(checkpoint, config, dp_world_size, parts)
+    batch = sizes if isinstance(sizes, str) else settings_text(sizes, framework, job)
     batches = [batch] if batch else []
     if world_size == checkpoint.ranks and parts is None:
         return Resizing((), (*resized.notes, *batches))
-    position = _advice_for(framework).position(source, found, job)
+    position = _advice_for(framework).position(source, sizes, job)
     schedule = (resized.schedule,) if resized.schedule else ()
     changes = (
         Change("random generators", _generators(checkpoint, resized)),
@@ -172,16 +172,16 @@ def global_batch(
     parallelism.
     `parts`: count of the new job's model-parallel ranks, if it is another than the old job's.
     """
-    each = now_each = _ranks_counted_per_rank(checkpoint)
+    factor = now_factor = _ranks_counted_per_rank(checkpoint)
     if parts is not None:
-        now_each = parts if ds_config.features(config).tensor_parallel > 1 else 1
-    saved_ranks, world_size = checkpoint.layout.world_size * each, world_size * now_each
+        now_factor = parts if ds_config.features(config).tensor_parallel > 1 else 1
+    saved_ranks, world_size = checkpoint.layout.world_size * factor, world_size * now_factor
     recorded = _ranks_per_sample(checkpoint, saved_ranks)
     before = 1 if recorded is None else recorded
     if not before or saved_ranks % before:
         return f"{_UNKNOWN} The batch sizes in it do not fit {counted(saved_ranks, 'rank')}."
-    known = _complete(*ds_config.batch_sizes(checkpoint.config), saved_ranks // before)
-    if known is None:
+    sizes = _complete(*ds_config.batch_sizes(checkpoint.config), saved_ranks // before)
+    if sizes is None:
         return _UNKNOWN
     is_meshed = checkpoint.replicas > 1
     now = 1 if is_meshed else ds_config.sequence_parallel_size(config) or before
@@ -190,10 +190,10 @@ def global_batch(
             f"Every sequence is cut among {now} ranks, which do not divide {world_size}: take a "
             f"world size that is a multiple of {now}, or set another sequence_parallel_size."
         )
-    total, micro, accumulation = known
+    total, micro, accumulation = sizes
     return GlobalBatch(
         # Ranks that share samples count each of them, so the number changes, and no sample does.
-        total=total // each * now_each,
+        total=total // factor * now_factor,
         micro=micro,
         accumulation=accumulation,
         ranks=world_size // now,

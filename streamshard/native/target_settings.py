@@ -87,16 +87,16 @@ def target_settings(
     _require_carried_parts(checkpoint, stage, dtype)
     # Without a stage, only older versions have a BF16_Optimizer; then the config says nothing.
     keeps_kind = as_saved and (version == checkpoint.ds_version or not saved_stage)
-    same = checkpoint.layout.bf16_optimizer if keeps_kind else None
+    kind = checkpoint.layout.bf16_optimizer if keeps_kind else None
     layout = ds_config.zero_layout(
-        config, stage=stage, world_size=dp_world_size, bf16_optimizer=same, version=version
+        config, stage=stage, world_size=dp_world_size, bf16_optimizer=kind, version=version
     )
     if wanted is None and not kept:
         layout = replace(
-            checkpoint.layout, stage=stage, world_size=dp_world_size, bf16_optimizer=bool(same)
+            checkpoint.layout, stage=stage, world_size=dp_world_size, bf16_optimizer=bool(kind)
         )
     _require_one_unit(checkpoint, config, layout)
-    _require_resumable(checkpoint, config, layout, version, given=wanted is not None)
+    _require_resumable(checkpoint, config, layout, version, is_given=wanted is not None)
     note = _settings_note(checkpoint, layout, dtype, wanted)
     if as_saved and saved_stage == 0 and not _is_pipeline(checkpoint):
         note = f"{note} {_stage_0_note()}"
@@ -151,7 +151,7 @@ def _uncut_settings(
         message = f"{message} {ds_config.module_dtype(config)}: its optimizer's state is of another"
         raise UsageError(f"{message} kind; keep the dtype")
     layout = ds_config.zero_layout(config, stage=0, world_size=dp_world_size)
-    _require_resumable(checkpoint, config, layout, version, given=wanted is not None)
+    _require_resumable(checkpoint, config, layout, version, is_given=wanted is not None)
     notes = (_NOT_CUT, *resume_settings.notes(config, layout, dtype))
     return TargetSettings(layout, config, dtype, checkpoint.is_bf16, notes)
 
@@ -162,7 +162,7 @@ def _require_resumable(
     layout: ZeroLayout,
     version: Version | None,
     *,
-    given: bool,
+    is_given: bool,
 ) -> None:
     """Refuse a config with which DeepSpeed would not load the target's files."""
     entries = [entry for model_part in checkpoint.model_parts for entry in model_part.module]
@@ -181,7 +181,7 @@ def _require_resumable(
     )
     if objection is None:
         return
-    if given:
+    if is_given:
         raise UsageError(f"{ds_config.GIVEN} {objection}")
     message = f"the config kept in the checkpoint {objection}"
     message = f"{message}. Do so in the job's config, and give the file with"
@@ -267,17 +267,17 @@ def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
     """Return the data-parallel size for a count of all ranks."""
     parts, experts = len(checkpoint.model_parts), checkpoint.expert_parallel
     replicas = checkpoint.replicas
-    unit, asked = parts * experts * replicas, Option("world_size", world_size)
+    unit, option = parts * experts * replicas, Option("world_size", world_size)
     if world_size > MOST_RANKS:
-        message = f"{asked}: above {MOST_RANKS:,}, the most ranks that files"
+        message = f"{option}: above {MOST_RANKS:,}, the most ranks that files"
         raise UsageError(f"{message} are written for; give the count of GPUs that will resume")
     if world_size < 1 or world_size % unit:
         reasons = [f"is in {parts} tensor or pipeline parallel parts"] if parts > 1 else []
         reasons += [f"has its experts spread over {experts} ranks"] if experts > 1 else []
         reasons += [f"is trained on sequences cut among {replicas} ranks"] if replicas > 1 else []
-        message = f"{asked}: the model {' and '.join(reasons)}"
+        message = f"{option}: the model {' and '.join(reasons)}"
         if unit == 1:
-            raise UsageError(f"{asked}: at least one rank is needed")
+            raise UsageError(f"{option}: at least one rank is needed")
         few = ", ".join(str(unit * k) for k in (1, 2, 3))
         message = f"{message}: give a multiple of {unit} ({few}, …)"
         if parts > 1:
