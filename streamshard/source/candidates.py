@@ -24,21 +24,21 @@ def find_candidates(root: Path) -> list[str]:
     HF Trainer's `checkpoint-500`; a store. If a directory has no `latest`, the tag directories in
     it are listed instead.
     """
-    found: list[str] = []
+    paths: list[str] = []
     for entry in paths_in(root):
         try:
             if entry.name.startswith(names.OWN_PREFIX):
                 continue
             if is_packed_name(entry) and is_file(entry):
-                found.append(entry.name)  # opening it tells whether it is a store
+                paths.append(entry.name)  # opening it tells whether it is a store
             elif is_directory(entry):
-                found += _candidates_at(entry)
+                paths += _candidates_at(entry)
         except FileNotFoundError:  # removed meanwhile, as by Trainer's save_total_limit
             continue
         except PermissionError:  # opening this checkpoint reports the error
             if step_of_path(entry.name) is not None:
-                found.append(entry.name)
-    return sorted(found, key=lambda name: (step_of_path(name) or -1, name))
+                paths.append(entry.name)
+    return sorted(paths, key=lambda name: (step_of_path(name) or -1, name))
 
 
 def _candidates_at(entry: Path) -> Iterator[str]:
@@ -90,14 +90,14 @@ def may_be_finished(place: Path) -> bool:
 
 def choose_one(error: SourceError, root: Path) -> SourceError:
     """Add to an error which checkpoints are in a directory that is none itself, newest first."""
-    found = [name for name in find_candidates(root)[::-1] if may_be_finished(root / name)]
-    said = error.args[0]
-    if not found:
-        message = f"{said}. Give the directory that holds 'latest', or a tag directory"
+    paths = [name for name in find_candidates(root)[::-1] if may_be_finished(root / name)]
+    reason = error.args[0]
+    if not paths:
+        message = f"{reason}. Give the directory that holds 'latest', or a tag directory"
         return type(error)(message, path=error.path)
-    if len(found) == 1:
-        return type(error)(f"{said}. Give the one in it: {root / found[0]}", path=error.path)
-    message = f"{said}. Give one of the {len(found):,} checkpoints in it, such as"
-    chosen = type(error)(f"{message} {root / found[0]}: {some_of(found)}", path=error.path)
+    if len(paths) == 1:
+        return type(error)(f"{reason}. Give the one in it: {root / paths[0]}", path=error.path)
+    message = f"{reason}. Give one of the {len(paths):,} checkpoints in it, such as"
+    chosen = type(error)(f"{message} {root / paths[0]}: {some_of(paths)}", path=error.path)
     chosen.add_note(f"Which are complete says: {command('inspect', root)}")
     return chosen

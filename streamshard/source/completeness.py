@@ -30,13 +30,13 @@ def require_saved_to_end(opened: Source) -> None:
         return
     directory, checkpoint = opened.path, opened.checkpoint
     with source_errors(directory):
-        found = [path.name for path in paths_in(directory) if is_file(path)]
-        last = frameworks.written_last(directory.name, checkpoint.tag, found, checkpoint.ranks)
+        file_names = [path.name for path in paths_in(directory) if is_file(path)]
+        last = frameworks.written_last(directory.name, checkpoint.tag, file_names, checkpoint.ranks)
         for name in last:
-            if name not in found:
+            if name not in file_names:
                 message = "not there, and it is written last, so the save was cut off"
                 raise IncompleteError(message, path=directory / name)
-        for name in (*last, *filter(frameworks.is_of_rank, found)):
+        for name in (*last, *filter(frameworks.is_of_rank, file_names)):
             _require_content(directory / name)
 
 

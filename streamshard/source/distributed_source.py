@@ -56,7 +56,7 @@ class ItemFilesCheck(TorchFiles):
         return cls(files, lambda _: None, findings, items=items)
 
     def _records(self, path: Path) -> Sequence[StoredRecord]:
-        found: list[StoredRecord] = []
+        records: list[StoredRecord] = []
         unprotected = 0
         for start, audit in audit_items(path, self.items[path]):
             for problem in audit.problems:
@@ -64,12 +64,12 @@ class ItemFilesCheck(TorchFiles):
                 self.findings.add(MALFORMED, path, message)
             checked = [r for r in audit.records if r.crc32 or not r.nbytes]
             unprotected += len(checked) < len(audit.records)
-            found += [replace(record, start=start + record.start) for record in checked]
+            records += [replace(record, start=start + record.start) for record in checked]
         if unprotected:
             items = counted(unprotected, "item")
             note = f"{path}: {items} whose writer left checksums out, which can therefore not be"
             self.findings.notes.append(f"{note} checked.")
-        return found
+        return records
 
 
 class DistributedReader(Reader):

@@ -205,12 +205,12 @@ class LazyTensor(NDArrayOperatorsMixin):
         """
         _require_torch()
         dtype = np.dtype(_NUMPY[self.dtype]) if self.dtype in _NUMPY else self._integer()
-        found = self._map(dtype, is_private=True, is_checked=check)
-        if not found.flags.aligned:
+        array = self._map(dtype, is_private=True, is_checked=check)
+        if not array.flags.aligned:
             message = f"{self.name}: its elements of {dtype.itemsize} bytes are unaligned in a"
             message += " file of torch's old format, so torch cannot use a map of them"
             raise UsageError(f"{message}; use .torch(), which copies, or .memmap() for NumPy")
-        return self._torch_view(found)
+        return self._torch_view(array)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
         """Read all of it for NumPy: `np.asarray(tensor)`."""
@@ -246,11 +246,11 @@ class LazyTensor(NDArrayOperatorsMixin):
             raise TypeError(f"{message} with .numpy()")
         return np.dtype(f"u{itemsize}")
 
-    def _torch_view(self, found: Array) -> "Tensor":
+    def _torch_view(self, array: Array) -> "Tensor":
         """Return a tensor of its own dtype that shares the memory of an array of its elements."""
         import torch
 
-        made: Tensor = torch.from_numpy(found)
+        made: Tensor = torch.from_numpy(array)
         return made if self.dtype in _NUMPY else made.view(dtype=getattr(torch, self.dtype))
 
     def _map(self, dtype: np.dtype[Any], *, is_private: bool, is_checked: bool) -> Array:

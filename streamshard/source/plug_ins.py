@@ -66,18 +66,18 @@ def last_readers() -> Iterator[Reader]:
 @cache
 def _installed() -> tuple[tuple[_Installed, ...], tuple[str, ...]]:
     """Load the readers of all installed packages; returns also why some cannot be used."""
-    found: list[_Installed] = []
+    readers: list[_Installed] = []
     unused: list[str] = []
     for entry in entry_points(group=_GROUP):
         package = "an unknown package" if entry.dist is None else entry.dist.name
         if package == "streamshard":
             continue
         try:
-            found.append(_Installed(_loaded(entry), package))
+            readers.append(_Installed(_loaded(entry), package))
         except Exception as error:  # whatever another package's code raises
             unused.append(f"The reader {entry.name!r} of {package} is not used: {error!r:.200}.")
-    _require_one_of_each_kind(found)
-    return tuple(found), tuple(unused)
+    _require_one_of_each_kind(readers)
+    return tuple(readers), tuple(unused)
 
 
 def _loaded(entry: EntryPoint) -> FormatReader:

@@ -98,12 +98,12 @@ def _groups(group: ParamStates, keys: StateKeys, places: "_Places") -> Iterator[
             keys.states.setdefault(name, {})[state] = places.add_state(state, name, tensor)
             kinds[name][state] = Elementwise(tensor.dtype)
     begun = tuple(name for name, states in kinds.items() if states)
-    rest = tuple(name for name in group.params if name not in begun)
+    stateless = tuple(name for name in group.params if name not in begun)
     if begun:
         states = common_states({name: kinds[name] for name in begun}) or {}
         yield SavedGroup(begun, group.options, {**common, **states})
-    if rest or not begun:
-        yield SavedGroup(rest, group.options, None)
+    if stateless or not begun:
+        yield SavedGroup(stateless, group.options, None)
 
 
 @dataclass(slots=True)

@@ -25,16 +25,16 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
 
     Symbolic links are followed only to files within the run directory.
     """
-    left: list[Path] = []
+    leftovers: list[Path] = []
     entries = may_come_along(run_dir)
-    found = [(path, path.name) for path in _carried(entries, run_dir, left)]
-    for _, name in found:
+    sidecars = [(path, path.name) for path in _carried(entries, run_dir, leftovers)]
+    for _, name in sidecars:
         if not name.isprintable() or any("\ud800" <= letter <= "\udfff" for letter in name):
             message = f"file {name!r} has a name that is not text; rename or move it"
             raise UnsupportedError(message, path=run_dir)
-    framework = frameworks.framework_of(tag, [name for _, name in found])
+    framework = frameworks.framework_of(tag, [name for _, name in sidecars])
     if framework is None:
-        return found, _notes(left, run_dir)
+        return sidecars, _notes(leftovers, run_dir)
     # A framework's directory holds one checkpoint, so files in its subdirectories belong to it too.
     for directory in sorted(d for d in entries if is_real_directory(d)):
         if has_shards(directory) or directory.name == tag.partition("/")[0]:
@@ -42,9 +42,9 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
                 message = "a second model of one Accelerate checkpoint, which is not supported;"
                 raise UnsupportedError(f"{message} save each model by itself", path=directory)
             continue
-        inside = _carried(paths_below(directory), run_dir, left)
-        found += [(path, path.relative_to(run_dir).as_posix()) for path in inside]
-    return found, _notes(left, run_dir)
+        inside = _carried(paths_below(directory), run_dir, leftovers)
+        sidecars += [(path, path.relative_to(run_dir).as_posix()) for path in inside]
+    return sidecars, _notes(leftovers, run_dir)
 
 
 def may_come_along(run_dir: Path) -> list[Path]:
@@ -62,26 +62,26 @@ def has_shards(path: Path) -> bool:
     return any(names.parse(entry.name) for entry in paths_in(path))
 
 
-def _carried(entries: Iterable[Path], run_dir: Path, left: list[Path]) -> list[Path]:
-    """Return the files that are carried along; add links that are not carried to `left`."""
-    found = []
+def _carried(entries: Iterable[Path], run_dir: Path, leftovers: list[Path]) -> list[Path]:
+    """Return the files that are carried along; add links that are not carried to `leftovers`."""
+    files = []
     for entry in sorted(entries):
         if is_link(entry):
             is_whole = is_file(entry) and stays_inside(entry, run_dir)
             # A link to a shard is not carried: as a file it would be a shard of the old ranks.
             if is_whole and names.parse(resolve(entry).name) is None:
-                found.append(entry)
+                files.append(entry)
             elif is_whole or not is_directory(entry) or not stays_inside(entry, run_dir):
-                left.append(entry)
+                leftovers.append(entry)
         elif is_file(entry):
-            found.append(entry)
-    return found
+            files.append(entry)
+    return files
 
 
-def _notes(left: Sequence[Path], run_dir: Path) -> list[str]:
-    if not left:
+def _notes(leftovers: Sequence[Path], run_dir: Path) -> list[str]:
+    if not leftovers:
         return []
-    links = some_of([f"{path.relative_to(run_dir)} to {link_target(path)}" for path in left])
+    links = some_of([f"{path.relative_to(run_dir)} to {link_target(path)}" for path in leftovers])
     message = "Symbolic links that are not carried, as they lead out of the run directory, nowhere"
     what = "Put copies of what belongs to the checkpoint in their place."
     return [f"{message} or to a shard: {links}. {what}"]

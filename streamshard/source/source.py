@@ -136,11 +136,11 @@ class Source(Reading):
 
     def region_of(self, segments: Segments, source_dtype: str, dtype: str, nbytes: int) -> Region:
         """Return the region that segments fill: elements of one dtype, cast to another."""
-        found = self.cutting.locate(segments, target_itemsize=ITEMSIZE[dtype])
+        copies = self.cutting.locate(segments, target_itemsize=ITEMSIZE[dtype])
         return Region(
             content_bytes=nbytes,
             copies=coalesce(
-                found, itemsize=ITEMSIZE[source_dtype], target_itemsize=ITEMSIZE[dtype]
+                copies, itemsize=ITEMSIZE[source_dtype], target_itemsize=ITEMSIZE[dtype]
             ),
             source_itemsize=ITEMSIZE[source_dtype],
             target_itemsize=ITEMSIZE[dtype],
@@ -272,17 +272,17 @@ class Request:
     def reader(self) -> tuple[Any, Path]:
         """Return the reader of this kind of checkpoint, and the checkpoint's place."""
         known = ((reader, reader.recognizes(self)) for reader in registry.readers())
-        found, place = next((reader, place) for reader, place in known if place is not None)
+        reader, place = next((reader, place) for reader, place in known if place is not None)
         facts = self.facts
         for key, is_given, kinds in (
             ("ds_config", facts.ds_config is not None, "raw dumps"),
             ("rename", facts.rename is not None, _RENAMED),
             ("wrapped", bool(facts.wrapped), "files of FSDP's ranks"),
         ):
-            if is_given and key not in found.facts:
+            if is_given and key not in reader.facts:
                 message = f"{Option('facts', what=f'source.{key}')} is for {kinds}"
-                raise UsageError(f"{message}; this is another kind: {found.title}", path=self.root)
-        return found, place
+                raise UsageError(f"{message}; this is another kind: {reader.title}", path=self.root)
+        return reader, place
 
     def open(self) -> Source:
         return try_again(self._open) if self.opened is None else self.opened
@@ -328,7 +328,7 @@ def open_source(
 
 
 def requests(
-    options: SourceOptions, first: Path_, *others: Path_, takes_model: bool = False
+    options: SourceOptions, first: Path_, *paths: Path_, takes_model: bool = False
 ) -> list[Request]:
     """Read the facts and the reference checkpoint to open checkpoints with.
 
@@ -337,21 +337,21 @@ def requests(
     facts = NO_FACTS
     if options.facts is not None:
         facts = registry.load(registry.FACTS)(options.facts)
-    known = None if options.like is None else open_source(options.like)
-    if known is not None and not (takes_model and known.is_weights_alone):
-        _require_of_job(options.like, known)
-    request = Request(first, options.tag, facts, known)
-    return [request, *(Request(path, like=known) for path in others)]
+    reference = None if options.like is None else open_source(options.like)
+    if reference is not None and not (takes_model and reference.is_weights_alone):
+        _require_of_job(options.like, reference)
+    request = Request(first, options.tag, facts, reference)
+    return [request, *(Request(path, like=reference) for path in paths)]
 
 
-def _require_of_job(like: Path_ | None, known: Source) -> None:
+def _require_of_job(like: Path_ | None, source: Source) -> None:
     """Refuse a reference checkpoint that does not tell what a job of DeepSpeed needs."""
-    if known.checkpoint.foreign:
-        message = f"{like}: {known.checkpoint.foreign}, which does not tell what is lacking; give"
+    if source.checkpoint.foreign:
+        message = f"{like}: {source.checkpoint.foreign}, which does not tell what is lacking; give"
         message = f"{message} a checkpoint that DeepSpeed saved with {Option('like')}"
-        model = ". A base model is compared by 'export' alone" if known.is_weights_alone else ""
+        model = ". A base model is compared by 'export' alone" if source.is_weights_alone else ""
         raise UsageError(f"{message}{model}")
-    if not known.checkpoint.layout.stage:
+    if not source.checkpoint.layout.stage:
         message = f"{like}: saved without ZeRO (stage 0), which does not name the parameters of its"
         message = f"{message} optimizer; give a checkpoint of stage 1, 2 or 3"
         raise UsageError(f"{message} with {Option('like')}")
