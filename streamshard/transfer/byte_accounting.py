@@ -94,7 +94,7 @@ def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:
     read it a few times.
     """
     cutting, tensors = source.cutting, source.checkpoint.tensors
-    found = np.zeros(len(source.files), dtype=np.int64)
+    totals = np.zeros(len(source.files), dtype=np.int64)
     computed = {n: d for n, f in enumerate(source.files) if isinstance(d := f.decoder, Computed)}
     numels = np.array([tensor.numel for tensor in tensors], dtype=np.int64)
     wanted = np.flatnonzero((times > 0) & (numels > 0))
@@ -110,10 +110,10 @@ def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:
         for row in np.flatnonzero(np.isin(copies.file, [*computed])).tolist():
             copy = int(copies.source[row]), int(copies.nbytes[row])
             for held, _, count in computed[int(copies.file[row])].located(*copy):
-                found[held] += count * times[copies.target[row]]
+                totals[held] += count * times[copies.target[row]]
                 nbytes[row] = 0
-        np.add.at(found, copies.file, nbytes)
+        np.add.at(totals, copies.file, nbytes)
     for number, file in enumerate(source.files):
-        if found[number] and number not in computed and not file.is_plain:
-            found[number] = file.nbytes
-    return found
+        if totals[number] and number not in computed and not file.is_plain:
+            totals[number] = file.nbytes
+    return totals

@@ -73,15 +73,15 @@ def _other_names(plan: TransferPlan) -> str | None:
     if is_directory(plan.target) == output.packs:
         return "it is a directory" if output.packs else "it is not a directory"
     with target_errors(plan.target):
-        there = {path for path, _ in _files(plan)}
+        target_paths = {path for path, _ in _files(plan)}
         named = names.latest_of(plan.target) if latest is not None else None
     if named != latest:
         what = "there is no 'latest'" if named is None else f"its 'latest' names {named!r}"
         return f"{what}, not {latest!r}"
     paths_to_write = output.writer.byte_counts().sizes.keys()
     for problem, paths in (
-        ("is missing", paths_to_write - there),
-        ("is not one of its files", there - paths_to_write),
+        ("is missing", paths_to_write - target_paths),
+        ("is not one of its files", target_paths - paths_to_write),
     ):
         if paths:
             more = f", and {len(paths) - 1:,} more" if len(paths) > 1 else ""
@@ -125,14 +125,14 @@ def _other_sizes(plan: TransferPlan) -> str | None:
 
 
 def _difference(plan: TransferPlan, progress: Progress) -> str | None:
-    if (other := _other_names(plan)) is not None:
-        return other
+    if (difference := _other_names(plan)) is not None:
+        return difference
     writer, latest = plan.output.writer, plan.output.latest
     if latest is not None:
         progress.advance(len(latest.encode()))  # no pass makes this file
     for layouts in writer.passes():
-        if (other := _other_bytes(plan, layouts(), progress)) is not None:
-            return other
+        if (difference := _other_bytes(plan, layouts(), progress)) is not None:
+            return difference
     findings = Findings()
     if plan.output.packs:
         check_packed(packed(plan.target), findings)

@@ -105,13 +105,13 @@ class PackedFiles(StagedFiles):
         files, (results, contents, memory) = self._waiting.popleft(), done
         paths = [files.path] if isinstance(files, TargetFile) else files.paths
         # Workers count what they fill. The rest is what compression saved, and what is between.
-        rest = files.nbytes - sum(result.written.nbytes for result in results)
+        remainder = files.nbytes - sum(result.written.nbytes for result in results)
         with target_errors(self.file):
             for path, result, content in zip(paths, results, contents, strict=True):
-                rest += self._append(path, result.written.crc32, content)
+                remainder += self._append(path, result.written.crc32, content)
             if isinstance(files, TargetFile) and files.is_last:
-                rest += self._append_directory()
-        self._watcher.advance(rest)
+                remainder += self._append_directory()
+        self._watcher.advance(remainder)
         files.take(*results) if isinstance(files, TargetFile) else files.take(results)
         if memory is not None:
             self._free.append(memory)

@@ -82,26 +82,26 @@ class RunIdentity:
     def replaces(self) -> bool:
         return bool(self.header["replaces"])
 
-    def require_same(self, other: Mapping[str, Any], place: Path) -> None:
-        difference = self.difference(other)
+    def require_same(self, earlier: Mapping[str, Any], place: Path) -> None:
+        difference = self.difference(earlier)
         if difference is not None:
             message = f"{place}: {difference}. Run that one again to finish it, or start from the"
             raise TargetExistsError(f"{message} beginning with {Option('overwrite', True)}")
 
-    def difference(self, other: Mapping[str, Any]) -> str | None:
-        """Describe the difference to an earlier run with the header `other`; None if none."""
-        own = self.header
-        if not is_header(other) or own["format"] != other["format"]:
+    def difference(self, earlier: Mapping[str, Any]) -> str | None:
+        """Describe the difference to an earlier run with the header `earlier`; None if none."""
+        header = self.header
+        if not is_header(earlier) or header["format"] != earlier["format"]:
             return "is of another version of streamshard"
-        options, others = own["options"], other["options"]
-        for key in ("verb", *others, *options):
-            if options.get(key) != others.get(key):
+        options, former = header["options"], earlier["options"]
+        for key in ("verb", *former, *options):
+            if options.get(key) != former.get(key):
                 return (
-                    f"is of a run with {_told(key, others)}, and this one has {_told(key, options)}"
+                    f"is of a run with {_told(key, former)}, and this one has {_told(key, options)}"
                 )
-        if own["files"] != other["files"]:
-            return f"is made from other files: {self._changed_file(other['files'])}"
-        if own["headers"] != other["headers"]:
+        if header["files"] != earlier["files"]:
+            return f"is made from other files: {self._changed_file(earlier['files'])}"
+        if header["headers"] != earlier["headers"]:
             return f"is made from other headers than those of {self.source.path}"
         return None
 

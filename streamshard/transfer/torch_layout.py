@@ -29,20 +29,20 @@ def torch_layout(
     `names`: names of whole tensors; see `Elements`.
     """
     laid, pieces = lay_out(serialized, PurePosixPath(path).stem), list[Fixed | Elements]()
-    known, places = list[int](), list[tuple[int, int, int]]()
+    crc32s, places = list[int](), list[tuple[int, int, int]]()
     for record, place in zip(laid.records, laid.crc32_places(), strict=True):
         match record.content:
             case Literal(data) | Storage(content=Literal(data)):
-                known.append(crc32(data))
-                pieces.append(Fixed(record.header() + data + record.descriptor(known[-1])))
+                crc32s.append(crc32(data))
+                pieces.append(Fixed(record.header() + data + record.descriptor(crc32s[-1])))
             case storage:
-                known.append(0)
+                crc32s.append(0)
                 places.append((place, record.data_start, record.data_start + record.nbytes))
                 found, descriptor = elements_of(storage, rank, names or {}), record.descriptor(0)
                 parts = descriptor[: _CRC32.start], descriptor[_CRC32.stop :]
                 trailer = Trailer(parts) if descriptor else None  # empty records have none
                 pieces += [Fixed(record.header()), replace(found, trailer=trailer)]
-    return FileLayout(path, pieces, [Ending(laid.records[-1].end, laid.ending(known), places)])
+    return FileLayout(path, pieces, [Ending(laid.records[-1].end, laid.ending(crc32s), places)])
 
 
 def elements_of(storage: Storage, rank: int | None, names: Mapping[int, str]) -> Elements:
