@@ -55,14 +55,14 @@ def workers_of(client: DaskClient) -> dict[str, dict[str, Any]]:
     address = client.scheduler.address
     question: Callable[..., Any] = client.scheduler.identity
     try:
-        found = client.sync(question, n_workers=-1, callback_timeout=_SILENT_SECONDS)
+        answer = client.sync(question, n_workers=-1, callback_timeout=_SILENT_SECONDS)
     except TimeoutError:
         what = f"{address}: the scheduler has not answered for {_SILENT_SECONDS:.0f} seconds"
         how = "Let it go on, start another one, or run without a cluster"
         raise _lost(f"{what}. {how}") from None
     except OSError as error:
         raise _lost(f"{address}: the scheduler does not answer ({error})") from error
-    return dict(found["workers"])
+    return dict(answer["workers"])
 
 
 def readable_error(error: BaseException, worker: str = "a worker") -> BaseException:

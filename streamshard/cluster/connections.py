@@ -74,20 +74,20 @@ def _connected(address: str, threads: int) -> Iterator["Client"]:
 
     with ExitStack() as stack:
         if address.startswith(_LOCAL):
-            found = stack.enter_context(_local_cluster(address, threads))
+            scheduler = stack.enter_context(_local_cluster(address, threads))
         elif address.endswith(".json"):
-            found = _address_in(Path(address))
+            scheduler = _address_in(Path(address))
         elif ":" in address:
-            found = address
+            scheduler = address
         else:
             message = "an address (tcp://host:8786), a scheduler file (*.json) or local:N"
             raise UsageError(f"{Option('address', address)}: not {message}")
-        _require_encryption(found)
+        _require_encryption(scheduler)
         stack.enter_context(_silent_client())
         try:
             options = {"timeout": _CONNECT_SECONDS, "set_as_default": False}
             connect: Any = Client
-            client = stack.enter_context(connect(found, **options))
+            client = stack.enter_context(connect(scheduler, **options))
         except (OSError, ValueError) as error:
             raise ClusterError(f"{Option('address', address)}: nobody answers ({error})") from error
         yield client

@@ -162,11 +162,11 @@ class Membership:
 def _most_threads(client: DaskClient) -> int:
     """Return the threads of the largest worker; waits until there is one."""
     end = time.monotonic() + _NO_WORKERS_SECONDS
-    while not (found := workers_of(client)):
+    while not (workers := workers_of(client)):
         if time.monotonic() > end:
             raise _no_workers(client)
         time.sleep(POLL_SECONDS)
-    return max(int(one["nthreads"]) for one in found.values())
+    return max(int(one["nthreads"]) for one in workers.values())
 
 
 def _no_workers(client: DaskClient) -> ClusterError:
