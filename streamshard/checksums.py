@@ -26,12 +26,12 @@ def _fast_crc32c() -> Callable[[Any, int, int], int] | None:
     thread computes at a time.
     """
     try:
-        found = ctypes.CDLL(isal_zlib.__file__).crc32_iscsi
+        function = ctypes.CDLL(isal_zlib.__file__).crc32_iscsi
     except (AttributeError, OSError):
         return None
-    found.restype = ctypes.c_uint32
-    found.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32]
-    extend: Callable[[Any, int, int], int] = found
+    function.restype = ctypes.c_uint32
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32]
+    extend: Callable[[Any, int, int], int] = function
     known = b"123456789"
     return extend if extend(known, len(known), _ONES) ^ _ONES == _OF_KNOWN else None
 
@@ -89,15 +89,15 @@ class RunningChecksums:
         """Digest of the bytes so far."""
         return Digest(self.nbytes, self.crc32, self.crc32c)
 
-    def update(self, view: memoryview, known: int | None = None) -> None:
-        """Take in the next bytes; `known`: their CRC-32, if it was computed."""
+    def update(self, view: memoryview, checksum: int | None = None) -> None:
+        """Take in the next bytes; `checksum`: their CRC-32, if it was computed."""
         if self._takes_crc32c:
             self.crc32c = crc32c(view, self.crc32c)
         if not self._block_bytes:
-            if known is None:
+            if checksum is None:
                 self.crc32 = crc32(view, self.crc32)
             else:
-                self.crc32 = join_crc32(self.crc32, known, len(view))
+                self.crc32 = join_crc32(self.crc32, checksum, len(view))
             self.nbytes += len(view)
             return
         while len(view):

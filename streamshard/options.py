@@ -115,15 +115,15 @@ class Options:
 
 def _find_fields(kind: type[Options]) -> Mapping[str, OptionField]:
     """Return the fields of a class by their names: its own, then inherited ones."""
-    found: dict[str, OptionField] = {}
+    fields: dict[str, OptionField] = {}
     for one in kind.__mro__:
         group = vars(one).get("group", "")
         for name, field in vars(one).items():
             if isinstance(field, OptionField):
                 own = field if field.group else field._replace(group=group)
-                is_place = name in found and field.default is ...
-                found[name] = found[name] if is_place else found.pop(name, own)
-    return {name: found[name] for name in sorted(found, key=lambda name: name != "source")}
+                is_place = name in fields and field.default is ...
+                fields[name] = fields[name] if is_place else fields.pop(name, own)
+    return {name: fields[name] for name in sorted(fields, key=lambda name: name != "source")}
 
 
 fields_of: Final[Callable[..., Mapping[str, OptionField]]] = cache(_find_fields)

@@ -55,9 +55,9 @@ def column(values: Iterable[Any] | Ints) -> list[Any] | Document:
     >>> column([5, 5, 5, 5, 6, 7, 8]), column([3, 1]), column(["a", "b"] * 9)
     ({'runs': [[5, 0, 4], [6, 1, 3]]}, [3, 1], {'times': 9, 'of': ['a', 'b']})
     """
-    found = list(values.tolist() if isinstance(values, np.ndarray) else values)
+    cells = list(values.tolist() if isinstance(values, np.ndarray) else values)
     runs: list[list[int]] = []
-    for value in found if all(type(value) is int for value in found) else ():
+    for value in cells if all(type(value) is int for value in cells) else ():
         run = runs[-1] if runs else [value, 0, 0]
         if run[2] == 1:
             run[1] = value - run[0]
@@ -65,13 +65,13 @@ def column(values: Iterable[Any] | Ints) -> list[Any] | Document:
             run[2] += 1
         else:
             runs.append([value, 0, 1])
-    if runs and len(runs) * 3 < len(found):
+    if runs and len(runs) * 3 < len(cells):
         return {"runs": runs}
-    for times in range(min(_MOST_TIMES, len(found) // 2), 1, -1):
-        once = found[: len(found) // times]
-        if once * times == found:
+    for times in range(min(_MOST_TIMES, len(cells) // 2), 1, -1):
+        once = cells[: len(cells) // times]
+        if once * times == cells:
             return {"times": times, "of": column(once)}
-    return found
+    return cells
 
 
 def pooled(node: Any, pool: dict[str, int]) -> Any:  # noqa: ANN401

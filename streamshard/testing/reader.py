@@ -89,12 +89,12 @@ def _bytes_below(path: Path) -> dict[str, bytes]:
 
 
 async def _bytes_in(view: Store) -> dict[str, bytes]:
-    found = {}
+    content = {}
     async for key in view.list():
         buffer = await view.get(key, default_buffer_prototype())
         assert buffer is not None
-        found[key] = buffer.to_bytes()
-    return found
+        content[key] = buffer.to_bytes()
+    return content
 
 
 class ReaderTests:
@@ -239,13 +239,13 @@ class ReaderTests:
         with suppress(StreamshardError):
             content = _content_of(saved.path)
         # Where an optimizer cannot be read, its masters are weights like others.
-        known = {
+        expected = {
             (name, MODULE): data
             for (name, state), data in saved.content.items()
             if state == MASTERS
         }
-        known |= saved.content
-        assert all(known.get(key) == data for key, data in (content or {}).items()), file
+        expected |= saved.content
+        assert all(expected.get(key) == data for key, data in (content or {}).items()), file
 
     def test_a_link_that_leads_out_is_refused(self, saved: SavedCheckpoint, tmp_path: Path) -> None:
         for file in saved.files:
@@ -392,11 +392,11 @@ def _hostile(data: bytes, names: Sequence[str]) -> Iterator[bytes]:
             yield data[: number.start()] + text + data[number.end() :]
 
 
-def _require_weights(found: Tensors, saved: SavedCheckpoint) -> None:
+def _require_weights(tensors: Tensors, saved: SavedCheckpoint) -> None:
     for name, states in saved.tensors.items():
         values = states.get(MASTERS, states.get(MODULE))
         if values is not None and values.dtype == np.float32:
-            assert found[name, MODULE] == np.ascontiguousarray(values).tobytes()
+            assert tensors[name, MODULE] == np.ascontiguousarray(values).tobytes()
 
 
 def _states(content: Tensors) -> Tensors:
