@@ -249,7 +249,7 @@ def _state(key: str, state: State, theirs: States, settings: Mapping[str, Node])
         return state
     if theirs is not None:
         if key not in theirs:
-            raise DisagreementError(f"has a state {show(key)}, which {LIKE} has not")
+            raise DisagreementError(f"has a state {show(key)}, which {LIKE} lacks")
         is_tensor = theirs[key].is_tensor
     elif OF_TORCH in settings or OF_DEEPSPEED in settings:
         is_tensor = OF_TORCH in settings

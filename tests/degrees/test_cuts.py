@@ -118,7 +118,7 @@ NOT_SO = "is [4, 2] and [2, 2] on its ranks, which is not how 'universal_checkpo
 TWICE = {REPLICATED: [MLP, f"{MLP}.weight"]}
 NO_SHAPE = {"parameter_with_sub_params": [{"patterns": [NAME], "partition_dim": 0}]}
 SUBS = subs(((5, 3), 2), 0)
-NO_WIDTHS = "has not its widths on 2 ranks"
+NO_WIDTHS = "does not have its widths on 2 ranks"
 Refusal = tuple[Info, Mapping[int, tuple[int, ...]], type[StreamshardError], str]
 REFUSED: dict[str, Refusal] = {
     "averaged": ({"parameter_to_average_patterns": [NAME]}, OTHER, DisagreementError, NOT_SO),

@@ -261,7 +261,7 @@ def _bounded(codecs: Any, names: list[str]) -> Any:  # noqa: ANN401
         message = f"rewritten with the codec {show(name)}, which is not known; known are"
         raise UnsupportedError(f"{message} {', '.join(_CODECS)}")
     if name in _COMPRESSIONS and names[-1:] != ["bytes"]:
-        raise UnsupportedError(f"rewritten with the codec {name} of what is no elements' bytes")
+        raise UnsupportedError(f"rewritten with the codec {name}, and not right after 'bytes'")
     names.append(name)
     if name in _COMPRESSIONS:
         return {"name": _PREFIX + name}

@@ -204,10 +204,10 @@ class _OptimizerEntries:
         return DcpEntry(paths, dcp_writer.value_item(value))
 
     def notes(self) -> Iterator[str]:
-        """Say what torch's optimizers have and the checkpoint has not."""
+        """Say what torch's optimizers have and the checkpoint lacks."""
         if self.added:
             yield (
-                "Keys that torch's optimizer has in its param groups and the checkpoint has not, "
+                "Keys that torch's optimizer has in its param groups and the checkpoint lacks, "
                 f"with torch's defaults: {', '.join(self.added)}."
             )
         if DECOUPLED in self.added:

@@ -158,7 +158,7 @@ class Categories(CutsInFiles):
         if self._version >= _WITH_WIDTHS:
             found = [_sizes(widths) for widths in self._widths.get(subs.pattern) or ()]
             if not found or any(len(widths) != ranks for widths in found):
-                raise NotTiledError(f"'{_WIDTHS}' has not its widths on {ranks} ranks")
+                raise NotTiledError(f"'{_WIDTHS}' does not have its widths on {ranks} ranks")
             return found
         if isinstance(listed, int):
             # Early lists have the count of equal sub-parameters there.

@@ -322,7 +322,7 @@ def order_of_reference(
             }
             ranks = [g.params for g in model_part.groups if g.number == group.number]
             if len(sources) != 1 or -1 in sources:
-                message = f"param group {group.number} of {LIKE} has not the parameters of one"
+                message = f"param group {group.number} of {LIKE} has other parameters than any"
                 raise DisagreementError(f"{message} here: it is not of the same job")
             found.append(GroupContent(sources.pop(), ranks))
     shapes = [one.master_shapes(one.model_parts[number]) for one in (checkpoint, like)]
