@@ -54,8 +54,8 @@ def explain(
     """Add all problems of a set of shards that cannot be opened."""
     # For an unsupported kind of checkpoint it is not known which files belong together, so such
     # problems are left out. But if a single file is refused, that is the reason, whatever the kind.
-    is_of_a_kind = isinstance(error, UnsupportedError) and not (errors.own or readable.others)
-    for found in (*errors.own, *(() if is_of_a_kind else errors.together)):
+    is_of_a_kind = isinstance(error, UnsupportedError) and not (errors.per_file or readable.others)
+    for found in (*errors.per_file, *(() if is_of_a_kind else errors.together)):
         findings.add_error(found, place)
     if not isinstance(error, IntegrityError):  # reading all records finds the damaged one
         findings.add_unexplained(error, place)

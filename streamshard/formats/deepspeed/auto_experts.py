@@ -52,15 +52,15 @@ def placements(
     layers = model.get(names.AUTO_EXPERTS) or []
     if not isinstance(layers, list):
         raise CorruptFileError(f"its '{names.AUTO_EXPERTS}' is no list", path=path)
-    found: dict[str, ExpertPlacement] = {}
+    param_placements: dict[str, ExpertPlacement] = {}
     for layer in layers:
         for name, placement in _of_layer(layer, path, stage):
-            if name in found:
+            if name in param_placements:
                 message = f"its '{names.AUTO_EXPERTS}' lists '{name}' twice"
                 raise CorruptFileError(message, path=path)
-            found[name] = placement
+            param_placements[name] = placement
             _require_shape(name, placement, shapes, path)
-    return found
+    return param_placements
 
 
 def _of_layer(layer: Node, path: Path, stage: int) -> Iterator[tuple[str, ExpertPlacement]]:
@@ -92,17 +92,17 @@ def _placement(prefix: str, layer: Mapping[str, Node], path: Path) -> ExpertPlac
     if noted != (count, degree, [*range(len(entries))]) or len(entries) != degree:
         message = f"{what} lists {len(entries)} ranks, and is not of {show(count)} experts on"
         raise CorruptFileError(f"{message} {show(degree)} ranks, as the layer is", path=path)
-    found = tuple(tuple(rank.get("experts") or ()) for rank in entries)
-    if not all(type(expert) is int for expert in chain.from_iterable(found)):
+    rank_experts = tuple(tuple(rank.get("experts") or ()) for rank in entries)
+    if not all(type(expert) is int for expert in chain.from_iterable(rank_experts)):
         raise CorruptFileError(f"{what} has experts without a number", path=path)
-    held = [len(experts) for experts in found]
-    if count != sum(held) or {*chain.from_iterable(found)} != {*range(count)}:
-        message = f"the ranks have {sum(held)} experts of '{prefix}', which has {show(count)}: some"
-        raise UnsupportedError(f"{message} are on several ranks, or on none", path=path)
-    if len({*held}) > 1:
-        message = f"the ranks have {held} experts of '{prefix}', and not as many each"
+    counts = [len(experts) for experts in rank_experts]
+    if count != sum(counts) or {*chain.from_iterable(rank_experts)} != {*range(count)}:
+        message = f"the ranks have {sum(counts)} experts of '{prefix}', which has {show(count)}"
+        raise UnsupportedError(f"{message}: some are on several ranks, or on none", path=path)
+    if len({*counts}) > 1:
+        message = f"the ranks have {counts} experts of '{prefix}', and not as many each"
         raise UnsupportedError(f"{message}: not supported. {_ANEW}", path=path)
-    return ExpertPlacement(found)
+    return ExpertPlacement(rank_experts)
 
 
 def _require_shape(
@@ -138,10 +138,10 @@ def of_rank(model: Mapping[str, Node], layout: ZeroLayout, rank: int) -> Mapping
     """Return a model file's dict as a data-parallel rank saves it."""
 
     def change(layer: Layer) -> Layer:
-        degree, own = layer.get("ep_size"), layer.get("num_local_experts")
-        if not isinstance(degree, int) or degree < 1 or not isinstance(own, int):
+        degree, local_count = layer.get("ep_size"), layer.get("num_local_experts")
+        if not isinstance(degree, int) or degree < 1 or not isinstance(local_count, int):
             raise CorruptFileError(
-                f"a layer of {show(own)} experts each is on {show(degree)} ranks"
+                f"a layer of {show(local_count)} experts each is on {show(degree)} ranks"
             )
         expert_rank, sharer = layout.expert_place(rank, degree)
         return {
@@ -149,8 +149,8 @@ def of_rank(model: Mapping[str, Node], layout: ZeroLayout, rank: int) -> Mapping
             "ep_rank": expert_rank,
             "expert_data_parallel_rank": sharer,
             "expert_data_parallel_world_size": layout.world_size // degree,
-            "global_expert_start": expert_rank * own,
-            "global_expert_end": (expert_rank + 1) * own,
+            "global_expert_start": expert_rank * local_count,
+            "global_expert_end": (expert_rank + 1) * local_count,
         }
 
     return with_layers(model, change)
@@ -164,23 +164,23 @@ def with_layers(model: Mapping[str, Node], change: Callable[[Layer], Layer]) -> 
     layers, info = model.get(names.AUTO_EXPERTS), model.get(names.UNIVERSAL_INFO)
     if not layers:
         return model
-    made: dict[int, list[Layer]] = {}
+    layer_lists: dict[int, list[Layer]] = {}
 
     def changed(listed: Node) -> list[Layer]:
         # What is one object in a file stays one, and what stays as it is stays the same object.
-        if id(listed) not in made:
+        if id(listed) not in layer_lists:
             if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
                 raise CorruptFileError(f"'{names.AUTO_EXPERTS}' is no list of layers")
-            own = [change(layer) for layer in listed]
-            made[id(listed)] = listed if own == listed else own
-        return made[id(listed)]
+            new_layers = [change(layer) for layer in listed]
+            layer_lists[id(listed)] = listed if new_layers == listed else new_layers
+        return layer_lists[id(listed)]
 
-    both = {names.AUTO_EXPERTS: changed(layers), names.UNIVERSAL_INFO: info}
+    entries = {names.AUTO_EXPERTS: changed(layers), names.UNIVERSAL_INFO: info}
     if isinstance(info, dict) and names.AUTO_EXPERTS in info:
-        own = changed(info[names.AUTO_EXPERTS])
-        if own is not info[names.AUTO_EXPERTS]:
-            both[names.UNIVERSAL_INFO] = {**info, names.AUTO_EXPERTS: own}
-    return {key: both.get(key, node) for key, node in model.items()}
+        new_layers = changed(info[names.AUTO_EXPERTS])
+        if new_layers is not info[names.AUTO_EXPERTS]:
+            entries[names.UNIVERSAL_INFO] = {**info, names.AUTO_EXPERTS: new_layers}
+    return {key: entries.get(key, node) for key, node in model.items()}
 
 
 def second_names(model: Mapping[str, Node], module: Collection[str]) -> dict[str, str]:

@@ -293,7 +293,7 @@ def module_dtype(config: Config) -> str:
     return "bfloat16" if is_bf16 else "float16" if is_fp16 else "float32"
 
 
-def resolved(given: Config, kept: Config, path: str = "") -> dict[str, Any]:
+def resolved(config: Config, kept: Config, path: str = "") -> dict[str, Any]:
     """Return a job's config with "auto" replaced by the value of the last run.
 
     Frameworks replace "auto" when the job starts. A key that the last run did not have is removed.
@@ -302,7 +302,7 @@ def resolved(given: Config, kept: Config, path: str = "") -> dict[str, Any]:
     `path`: keys that lead to this section, each with a dot after it.
     """
     result: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in config.items():
         before = kept.get(key)
         if isinstance(value, Mapping):
             section = before if isinstance(before, Mapping) else {}

@@ -55,13 +55,13 @@ def version_in(*holders: Node) -> Version | None:
 
 def given_version(text: str | None, name: str) -> Version | None:
     """Read a version that a user gives for a target; `name`: where it is, for messages."""
-    found = recorded_version(text)
-    if text is not None and found is None:
+    version = recorded_version(text)
+    if text is not None and version is None:
         raise UsageError(f"{name} is {show(text)}; give a release of DeepSpeed, such as 0.16.9")
-    if found is not None and found < OLDEST_TARGET:
+    if version is not None and version < OLDEST_TARGET:
         message = f"{name} is {show(text)}: files are written for {dotted(OLDEST_TARGET)} and later"
         raise UsageError(f"{message} versions; resume with one of these")
-    return found
+    return version
 
 
 def target_version(wanted: Version | None, saved_by: Version | None) -> Version | None:

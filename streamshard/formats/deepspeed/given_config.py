@@ -53,15 +53,15 @@ def mistyped(config: Mapping[str, Any]) -> tuple[str, str] | None:
     ('fp16.enable', 'fp16.enabled')
     >>> mistyped({"fp16": {"enabled": True}, "_bf16": {}})
     """
-    for section, known in _READ.items():
-        found: Any = config
+    for section, known_keys in _READ.items():
+        entries: Any = config
         for key in section:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping):
+            entries = entries.get(key) if isinstance(entries, Mapping) else None
+        if not isinstance(entries, Mapping):
             continue
-        absent = [key for key in known if key not in found]
-        for key in found:
-            if key in known or key in _OTHERS or not key[:1].isalpha():
+        absent = [key for key in known_keys if key not in entries]
+        for key in entries:
+            if key in known_keys or key in _OTHERS or not key[:1].isalpha():
                 continue
             near = get_close_matches(key.lower(), absent, n=1, cutoff=_NEAR)
             if near:

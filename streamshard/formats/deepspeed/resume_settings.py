@@ -135,20 +135,20 @@ def _of_parallelism(job: Resuming, features: Features) -> Iterator[str]:
             f"it to {saved}, or let 'streamshard repartition' change the degree with "
             f"{Option('tensor_parallel', degree)}"
         )
-    wanted, own = features.auto_experts, job.auto_experts
-    if own is None and wanted is not None:
+    wanted, spread = features.auto_experts, job.auto_experts
+    if spread is None and wanted is not None:
         yield (
             "has AutoEP on (expert_parallel.enabled), and the checkpoint was saved without: its "
             "experts have other names. Leave it out"
         )
-    elif wanted is None and own is not None and job.config:
+    elif wanted is None and spread is not None and job.config:
         yield (
             "does not have AutoEP on, with which the checkpoint was saved: set "
-            f"expert_parallel.enabled to true and expert_parallel.autoep_size to {own}"
+            f"expert_parallel.enabled to true and expert_parallel.autoep_size to {spread}"
         )
-    elif wanted is not None and wanted != own:
+    elif wanted is not None and wanted != spread:
         yield (
-            f"has expert_parallel.autoep_size {wanted}, the experts are over {own} ranks in the "
-            f"files: set it to {own}, or let 'streamshard repartition' spread them with "
+            f"has expert_parallel.autoep_size {wanted}, the experts are over {spread} ranks in the "
+            f"files: set it to {spread}, or let 'streamshard repartition' spread them with "
             f"{Option('expert_parallel', wanted)}"
         )

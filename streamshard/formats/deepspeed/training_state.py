@@ -24,31 +24,31 @@ _ANY_RANKS: Final = "ep_size_*"
 """Stands for the name that the count of ranks gives a group."""
 
 
-def _have_other_degrees(one: ModelPart, other: ModelPart) -> bool:
+def _have_other_degrees(left: ModelPart, right: ModelPart) -> bool:
     """Tell whether two model parts have experts, and spread them over different counts of ranks."""
-    degrees = [{group.expert_parallel for group in _expert_groups(side)} for side in (one, other)]
+    degrees = [{group.expert_parallel for group in _expert_groups(side)} for side in (left, right)]
     return all(degrees) and degrees[0] != degrees[1]
 
 
-def _compare_experts(one: ModelPart, other: ModelPart, prefix: str) -> Iterator[Found]:
+def _compare_experts(left: ModelPart, right: ModelPart, prefix: str) -> Iterator[Found]:
     """Compare states and hyper-parameters of the groups that have the same parameters of experts.
 
     Parameters that one side lacks are differences between tensors, and are left out here.
     """
-    mine, theirs = (
+    left_groups, right_groups = (
         {name: group for group in model_part.groups for name in group.params}
-        for model_part in (one, other)
+        for model_part in (left, right)
     )
-    found = [name for side in (one, other) for g in _expert_groups(side) for name in g.params]
+    found = [name for side in (left, right) for g in _expert_groups(side) for name in g.params]
     done: set[tuple[int, ...]] = set()
     for name in dict.fromkeys(found):
-        if name not in mine or name not in theirs:
+        if name not in left_groups or name not in right_groups:
             continue
-        group, counterpart = mine[name], theirs[name]
+        group, counterpart = left_groups[name], right_groups[name]
         where = f"{prefix}optimizer/group of {show_key(name)}"
         numbers = group.number, counterpart.number
         if numbers not in done:
-            yield from compare_nodes(_options(one, group), _options(other, counterpart), where)
+            yield from compare_nodes(_options(left, group), _options(right, counterpart), where)
         ranks = *numbers, group.expert_rank, counterpart.expert_rank
         if ranks not in done:
             yield from compare_nodes(_shown_scalars(group), _shown_scalars(counterpart), where)
@@ -125,23 +125,23 @@ def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Found]:
     """Compare the training state of two checkpoints that have the same model parts."""
     whole = not (left.is_dumps or right.is_dumps)
     for model_parts in zip(left.model_parts, right.model_parts, strict=True):
-        one, other = model_parts
-        prefix = f"{one.name}/" if one.name else ""
-        if _have_other_degrees(one, other):
-            yield from _compare_experts(one, other, prefix)
-            one, other = map(_without_experts, model_parts)
-        yield from _compare_optimizers(one, other, left.layout, right.layout, prefix)
-        yield from _compare_scalars(one, other, prefix)
+        left_part, right_part = model_parts
+        prefix = f"{left_part.name}/" if left_part.name else ""
+        if _have_other_degrees(left_part, right_part):
+            yield from _compare_experts(left_part, right_part, prefix)
+            left_part, right_part = map(_without_experts, model_parts)
+        yield from _compare_optimizers(left_part, right_part, left.layout, right.layout, prefix)
+        yield from _compare_scalars(left_part, right_part, prefix)
         if whole:
             yield from _compare_dicts(
-                _kept(without_ranks(one.model_state), _CUT_IN_MODEL | _PROVENANCE),
-                _kept(without_ranks(other.model_state), _CUT_IN_MODEL | _PROVENANCE),
+                _kept(without_ranks(left_part.model_state), _CUT_IN_MODEL | _PROVENANCE),
+                _kept(without_ranks(right_part.model_state), _CUT_IN_MODEL | _PROVENANCE),
                 f"{prefix}model/",
             )
             aside = {names.OPTIMIZER} | _PROVENANCE
             yield from _compare_dicts(
-                _kept(one.optimizer_file, aside),
-                _kept(other.optimizer_file, aside),
+                _kept(left_part.optimizer_file, aside),
+                _kept(right_part.optimizer_file, aside),
                 f"{prefix}optimizer file/",
             )
     if whole and left.accelerate_step != right.accelerate_step:
@@ -149,20 +149,20 @@ def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Found]:
         yield Disparity("Accelerate's step", message)
 
 
-def compare_shared(one: ModelPart, other: ModelPart) -> Iterator[Disparity]:
+def compare_shared(left: ModelPart, right: ModelPart) -> Iterator[Disparity]:
     """Compare the steps and the hyper-parameters that both sides have, group by group.
 
     For checkpoints of which one is not DeepSpeed's. Its groups may be cut otherwise.
     """
-    owner = {name: group for group in other.groups for name in group.params}
+    owner = {name: group for group in right.groups for name in group.params}
     done = set()
-    for group in one.groups:
+    for group in left.groups:
         for name in group.params:
             counterpart = owner.get(name)
             if counterpart is None or (group.number, counterpart.number) in done:
                 continue
             done.add((group.number, counterpart.number))
-            mine, theirs = _stated(one, group), _stated(other, counterpart)
+            mine, theirs = _stated(left, group), _stated(right, counterpart)
             for key in mine:
                 if key in theirs and mine[key] != theirs[key]:
                     message = f"{mine[key]} here, {theirs[key]} there"
@@ -211,23 +211,23 @@ def _kept(entries: Mapping[str, Node], aside: frozenset[str] | set[str]) -> dict
 
 
 def _compare_optimizers(
-    one: ModelPart, other: ModelPart, left: ZeroLayout, right: ZeroLayout, prefix: str
+    left_part: ModelPart, right_part: ModelPart, left: ZeroLayout, right: ZeroLayout, prefix: str
 ) -> Iterator[Found]:
-    if not one.optimizer_file or not other.optimizer_file:
+    if not left_part.optimizer_file or not right_part.optimizer_file:
         return  # at stage 0 the model file holds the optimizer's state, and is compared elsewhere
     aside = _CUT_IN_OPTIMIZER | _PROVENANCE
     left_entries, right_entries = (
-        _kept(model_part.optimizer_file[names.OPTIMIZER], aside) for model_part in (one, other)
+        _kept(part.optimizer_file[names.OPTIMIZER], aside) for part in (left_part, right_part)
     )
-    for mine, theirs, layout in (
+    for entries, counterpart, layout in (
         (left_entries, right_entries, right),
         (right_entries, left_entries, left),
     ):
-        for key in (_KEPT_AT_12 - _kept_by(layout)) & mine.keys() - theirs.keys():
-            del mine[key]
+        for key in (_KEPT_AT_12 - _kept_by(layout)) & entries.keys() - counterpart.keys():
+            del entries[key]
     yield from _compare_dicts(left_entries, right_entries, f"{prefix}optimizer/")
     yield from compare_nodes(
-        one.wrapped_optimizer, other.wrapped_optimizer, f"{prefix}optimizer/wrapped"
+        left_part.wrapped_optimizer, right_part.wrapped_optimizer, f"{prefix}optimizer/wrapped"
     )
 
 
@@ -238,7 +238,7 @@ def _kept_by(layout: ZeroLayout) -> frozenset[str]:
     return _KEPT_AT_3 if layout.stage == 3 else _KEPT_AT_12
 
 
-def _compare_scalars(one: ModelPart, other: ModelPart, prefix: str) -> Iterator[Found]:
+def _compare_scalars(left_part: ModelPart, right_part: ModelPart, prefix: str) -> Iterator[Found]:
     """Compare the unpartitioned states of each group, such as step counters."""
     left, right = (
         {
@@ -247,19 +247,19 @@ def _compare_scalars(one: ModelPart, other: ModelPart, prefix: str) -> Iterator[
             for group in model_part.groups
             for experts in (group.expert_parallel > 1,)
         }
-        for model_part in (one, other)
+        for model_part in (left_part, right_part)
     )
     yield from compare_nodes(left, right, f"{prefix}optimizer/state")
 
 
 def _compare_dicts(
-    one: Mapping[str, Node], other: Mapping[str, Node], prefix: str
+    left: Mapping[str, Node], right: Mapping[str, Node], prefix: str
 ) -> Iterator[Found]:
-    for key in {**one, **other}:
+    for key in {**left, **right}:
         name = f"{prefix}{show_key(key)}"
-        if key not in other:
+        if key not in right:
             yield Disparity(name, "here only")
-        elif key not in one:
+        elif key not in left:
             yield Disparity(name, "there only")
         else:
-            yield from compare_nodes(one[key], other[key], name)
+            yield from compare_nodes(left[key], right[key], name)

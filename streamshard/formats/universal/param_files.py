@@ -91,12 +91,12 @@ class ParamFiles:
 
     def _states_of(self, shapes: Mapping[str, Shape]) -> list[str]:
         """List the states of a group's parameters, as an Adam of torch or DeepSpeed has them."""
-        found = {state for name in shapes for state in self.paths.get(name, ())} - {_STEP}
+        states = {state for name in shapes for state in self.paths.get(name, ())} - {_STEP}
         for name in shapes:
-            for state in sorted(found | {MASTER}):
+            for state in sorted(states | {MASTER}):
                 if state not in self.paths.get(name, ()):
                     self._refuse_missing(name, state)
-        return [MASTER, *sorted(found - {MASTER})] if shapes else []
+        return [MASTER, *sorted(states - {MASTER})] if shapes else []
 
     def _refuse_missing(self, name: str, state: str) -> None:
         message = f"missing, where other parameters have their '{state}': {AGAIN}"
@@ -111,16 +111,16 @@ class ParamFiles:
     def _tensor(self, path: Path, name: str, shape: Shape) -> tuple[Tensor, bool]:
         """Read a file's tensor; tell whether the converter merged parts, and cast no weight."""
         root = self._read(path)
-        beside = set(root) - {_PARAM} if isinstance(root, dict) else set()
+        other_keys = set(root) - {_PARAM} if isinstance(root, dict) else set()
         with of_file(path):
             tensor = tensor_of(root.get(_PARAM) if isinstance(root, dict) else root)
             if tensor is None:
                 message = f"holds {show(root)}, not a parameter's state"
                 raise CorruptFileError(message)
             if tensor.shape not in _shapes_of(shape, self.ranks):
-                raise _unlike(tensor, name, shape, is_vocabulary=_VOCABULARY in beside)
+                raise _unlike(tensor, name, shape, is_vocabulary=_VOCABULARY in other_keys)
             tensor.require_contiguous(f"the state of '{name}'")
-        return tensor, bool(beside) or not isinstance(root, dict)
+        return tensor, bool(other_keys) or not isinstance(root, dict)
 
     def _add_step(self, scalars: dict[str, State], path: Path) -> None:
         root = self._read(path)

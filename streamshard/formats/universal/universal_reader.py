@@ -90,20 +90,20 @@ def read(
     """
     with malformed(tag_dir):
         try:
-            found = _read(tag_dir, run_files, tag.removesuffix(_SUFFIX) or tag)
+            reading = _read(tag_dir, run_files, tag.removesuffix(_SUFFIX) or tag)
         except UsageError as error:  # in the config that the checkpoint keeps
             raise CorruptFileError(f"{error}", path=tag_dir) from error
-    noted = (*found.checkpoint.notes, *map(Note, notes))
-    return replace(found, checkpoint=replace(found.checkpoint, notes=noted))
+    noted = (*reading.checkpoint.notes, *map(Note, notes))
+    return replace(reading, checkpoint=replace(reading.checkpoint, notes=noted))
 
 
 @dataclass(frozen=True, slots=True)
 class _Files:
     tag_dir: Path
-    found: TagFiles
+    files: TagFiles
     params: Sequence[Path]
     """Those below `zero`."""
-    others: Sequence[Path]
+    sidecars: Sequence[Path]
     """Those that are not DeepSpeed's."""
     notes: tuple[Note, ...]
 
@@ -113,11 +113,11 @@ class _Files:
         below = sorted(path for path in paths_below(tag_dir) if is_file(path))
         first = {path: path.relative_to(tag_dir).parts[0] for path in below}
         params = [path for path in below if first[path] == names.UNIVERSAL_PARAMS]
-        found = TagFiles(tag_dir, [p for p in below if first[p] != names.UNIVERSAL_PARAMS])
-        others = [path for path in found.others if first[path] != _SCRATCH]
+        files = TagFiles(tag_dir, [p for p in below if first[p] != names.UNIVERSAL_PARAMS])
+        sidecars = [path for path in files.sidecars if first[path] != _SCRATCH]
         text = f"Not read: {tag_dir / _SCRATCH}, which ds_to_universal fills before it merges."
-        notes = (Note(text, NoteKind.LEFT_OUT),) if len(others) < len(found.others) else ()
-        return cls(tag_dir, found, params, others, notes)
+        notes = (Note(text, NoteKind.LEFT_OUT),) if len(sidecars) < len(files.sidecars) else ()
+        return cls(tag_dir, files, params, sidecars, notes)
 
     @property
     def state(self) -> Path:
@@ -126,20 +126,20 @@ class _Files:
 
     def saved(self) -> ModelPartFiles:
         """Return the files of the only part of the model, which must be there."""
-        refuse_files(self.tag_dir, self.others)
-        parts = self.found.model_parts
+        refuse_files(self.tag_dir, self.sidecars)
+        parts = self.files.model_parts
         if not parts or not is_file(self.state):
             missing = self.state if parts else self.tag_dir / names.model_file(None)
             message = f"missing: the conversion was cut off before it was written; {AGAIN}"
             raise IncompleteError(message, path=missing)
-        own = self.found.model_part(0).model
-        if self.found.parts or [*parts] != [0] or not own:
-            path = next(iter([*self.found.parts, *parts[max(parts)].model.values()]), self.tag_dir)
+        model_files = self.files.model_part(0).model
+        if self.files.parts or [*parts] != [0] or not model_files:
+            path = next(iter([*self.files.parts, *parts[max(parts)].model.values()]), self.tag_dir)
             raise UnsupportedError(_PARTS, path=path)
-        if None in own:
-            return ModelPartFiles(0, (own[None],), (self.state,))
-        ranks = sorted(rank for rank in own if rank is not None)
-        models = [own[rank] for rank in ranks]
+        if None in model_files:
+            return ModelPartFiles(0, (model_files[None],), (self.state,))
+        ranks = sorted(rank for rank in model_files if rank is not None)
+        models = [model_files[rank] for rank in ranks]
         each = missing_ranks({*ranks}, ranks[-1] + 1, lambda r: self.tag_dir / names.model_file(r))
         raise_first(each)
         return ModelPartFiles(0, tuple(models), (self.state,))
@@ -167,16 +167,16 @@ class _Job:
 
 
 def _read(tag_dir: Path, run_files: Sequence[tuple[Path, str]], tag: str) -> Reading:
-    sources, found = SourceFiles(), _Files.of(tag_dir)
-    job = _job(found, sources)
+    sources, listing = SourceFiles(), _Files.of(tag_dir)
+    job = _job(listing, sources)
     ranks = job.layout.world_size if job.stage == 3 else 0
     root = tag_dir / names.UNIVERSAL_PARAMS
-    files = ParamFiles.of(root, found.params, sources, ranks=ranks)
+    files = ParamFiles.of(root, listing.params, sources, ranks=ranks)
     module = ModuleReader(job.models, job.stage, {})
     shapes = {name: shape for unit in job.units for name, shape in unit.items()}
     entries = module.entries(shapes)
     dtype = module.dtype(entries) or ds_config.module_dtype(job.config)
-    groups = _groups(job, files, sources, found.state, is_16_bit=dtype != "float32")
+    groups = _groups(job, files, sources, listing.state, is_16_bit=dtype != "float32")
     require_alike(job.models, entries, job.stage)
     tensors = optimizer_tensors(groups, shapes, "")
     whole = {number: files.places[t.state, t.name] for number, t in enumerate(tensors)}
@@ -191,11 +191,11 @@ def _read(tag_dir: Path, run_files: Sequence[tuple[Path, str]], tag: str) -> Rea
     # Of what is no parameter the converter may write files too (`inject_missing_state`).
     known = {*shapes, *(entry.name for entry in entries)}
     beyond = _beyond(sorted(files.paths.keys() - known))
-    notes = (*found.notes, *beyond, *sources.notes, *module.notes, *steps_apart(groups, first))
+    notes = (*listing.notes, *beyond, *sources.notes, *module.notes, *steps_apart(groups, first))
     strip_optimizer(job.state, job.stage)
     module.strip(entries)
     adopt_blobs([first, optimizer], tensors, whole, first=0, model_part="")
-    others = [(path, f"{tag}/{path.relative_to(tag_dir).as_posix()}") for path in found.others]
+    others = [(path, f"{tag}/{path.relative_to(tag_dir).as_posix()}") for path in listing.sidecars]
     files_ = adopt_files([*run_files, *others], sources, tensors, whole)
     checkpoint = Checkpoint(
         tag=tag,
@@ -220,18 +220,18 @@ def _beyond(others: Sequence[str]) -> Iterator[Note]:
         yield Note(text, NoteKind.LEFT_OUT)
 
 
-def _job(found: _Files, sources: SourceFiles) -> _Job:
+def _job(listing: _Files, sources: SourceFiles) -> _Job:
     """Read the model files and the optimizer's own file, and refuse what is lost in them."""
-    files = found.saved()
+    files = listing.saved()
     models = read_models(sources, files.model_files)
-    kept = sources.read(found.state, sources.add(found.state)).root
+    kept = sources.read(listing.state, sources.add(listing.state)).root
     first = models[0].root
     stage = model_part_stage([kept], files)
     ranks = recorded_ranks(models[0])
     if stage == 3 and ranks != len(models):
         message = f"saved by {counted(ranks, 'rank')}, but there are model files of {len(models)}"
         raise IncompleteError(message, path=models[0].path)
-    _refuse_parts(first, require(kept, _GROUPS, found.state), models[0].path)
+    _refuse_parts(first, require(kept, _GROUPS, listing.state), models[0].path)
     config, version = ds_config.config_in(first), version_in(first)
     layout = ds_config.zero_layout(
         config,
@@ -244,7 +244,7 @@ def _job(found: _Files, sources: SourceFiles) -> _Job:
     if layout.round_robin:
         units = [{name: unit[name] for name in in_own_order([*unit], ranks)} for unit in units]
     state = _restored(kept, stage, len(units))
-    states, paths = [state] * len(models), [found.state] * len(models)
+    states, paths = [state] * len(models), [listing.state] * len(models)
     roots = [model.root for model in models]
     refuse(Saved(stage, config, states, paths, roots, files.model_files, version))
     return _Job(stage, config, models, units, state, layout)
@@ -270,16 +270,16 @@ def _restored(kept: Mapping[str, Node], stage: int, units: int) -> dict[str, Any
     At stages 1 and 2 the converter takes out what is cut (`_save_optimizer_state`); at stage 3 it
     leaves rank 0's. At both it adds the param groups at the top.
     """
-    held = {key: node for key, node in kept.items() if key != _GROUPS}
+    entries = {key: node for key, node in kept.items() if key != _GROUPS}
     if stage == 3:
-        return {**held, names.FLAT_GROUPS_3: held.get(names.FLAT_GROUPS_3) or [None] * units}
+        return {**entries, names.FLAT_GROUPS_3: entries.get(names.FLAT_GROUPS_3) or [None] * units}
     wrapped = {"state": {}, _GROUPS: kept[_GROUPS]}
     behind: dict[str, dict[str, Node]] = {
         names.CLIP_GRAD: {names.BASE_OPTIMIZER: wrapped, names.FLAT_GROUPS: [None] * units},
         names.DS_VERSION: {names.SLICE_MAPPINGS: None},
     }
     restored: dict[str, Any] = {}
-    for key, node in held.items():
+    for key, node in entries.items():
         restored |= {key: node, **behind.pop(key, {})}
     return restored | {key: node for others in behind.values() for key, node in others.items()}
 
@@ -290,7 +290,7 @@ def _groups(
     listed = [group.get("params") for group in job.wrapped[_GROUPS]]
     if list(chain.from_iterable(listed)) != list(range(len(job.units))):
         raise CorruptFileError(f"param groups do not number {len(job.units)} groups", path=path)
-    found = []
+    groups = []
     for number, (members, options) in enumerate(zip(listed, job.wrapped[_GROUPS], strict=True)):
         shapes = {name: shape for unit in members for name, shape in job.units[unit].items()}
         group = files.group(number, shapes, casts_lose=is_16_bit)
@@ -300,8 +300,8 @@ def _groups(
         for key, state in _UNKEPT.items():
             if options.get(key) and group.states is not None and state not in group.states:
                 raise UnsupportedError(_unkept(state), path=path)
-        found.append(group)
-    return tuple(found)
+        groups.append(group)
+    return tuple(groups)
 
 
 def _states_3(
@@ -309,7 +309,7 @@ def _states_3(
 ) -> Mapping[str, State] | None:
     """Return the states of a group at stage 3, where rank 0's optimizer has the scalars of each."""
     flat = group.states or {}
-    found: list[Mapping[str, State]] = []
+    unit_states: list[Mapping[str, State]] = []
     for unit in members:
         states: dict[str, State] = {}
         for key, node in job.wrapped["state"].get(unit, {}).items():
@@ -317,10 +317,10 @@ def _states_3(
             if key not in flat and tensor is not None and tensor.shape:
                 raise UnsupportedError(_unkept(key))
             states[name_of(key)] = flat[key] if key in flat else scalar_of(node, sources)
-        found.append({**states, **{key: flat[key] for key in flat if key not in states}})
-        if found[0] != found[-1]:
+        unit_states.append({**states, **{key: flat[key] for key in flat if key not in states}})
+        if unit_states[0] != unit_states[-1]:
             raise DisagreementError("sub-groups of a param group differ in state")
-    return found[0] if found and found[0] else None
+    return unit_states[0] if unit_states and unit_states[0] else None
 
 
 def _unkept(state: Node) -> str:

@@ -91,28 +91,28 @@ def fitting(file_names: Sequence[str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def template_of(file_name: str, beside: Iterable[str]) -> str | None:
+def template_of(file_name: str, siblings: Iterable[str]) -> str | None:
     """Find the template that fits a file and the other ranks' files in its directory."""
-    made = {
+    templates = {
         name: m
-        for name, m in _templates(beside)
+        for name, m in _templates(siblings)
         if Template(Path(), name).rank_of(file_name) is not None
     }
-    whole = [name for name, m in made.items() if len(m) > 1 and {*m} == {*range(len(m))}]
-    found = whole or [*made]
+    whole = [name for name, m in templates.items() if len(m) > 1 and {*m} == {*range(len(m))}]
+    found = whole or [*templates]
     return found[0] if len(found) == 1 else None
 
 
 def _hint_of_templates(path: Path) -> str:
     """Say which templates fit the files in a path's directory."""
-    made = {
+    templates = {
         name: ranks
         for name, ranks in _templates(_files_in(path.parent))
         if {*ranks} == {*range(len(ranks))} and name.endswith(_SUFFIXES)
     }
-    most = sorted(made, key=lambda name: (-len(made[name]), name))
+    most = sorted(templates, key=lambda name: (-len(templates[name]), name))
     if len(most) > 1:  # in names such as `step0-rank3` each number might be the rank
-        most = [name for name in most if len(made[name]) > 1]
+        most = [name for name in most if len(templates[name]) > 1]
     if not most:
         return "; give a template such as 'ckpt/optimizer.{rank:02d}.pt'"
     shown = " or ".join(f"'{path.parent / name}'" for name in most[:3])

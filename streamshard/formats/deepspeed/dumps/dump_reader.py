@@ -174,17 +174,17 @@ def _units_like(
     for group, (own, shapes) in enumerate(zip(members, like.group_shapes(model_part), strict=True)):
         params = list(shapes.items())
         for unit in own:
-            held: dict[str, tuple[int, ...]] = {}
-            left = lengths[unit]
-            while left > 0 and params:
+            unit_shapes: dict[str, tuple[int, ...]] = {}
+            remainder = lengths[unit]
+            while remainder > 0 and params:
                 name, shape = params.pop(0)
-                held[name] = shape
-                left -= shard_numel(math.prod(shape), world_size)
-            if left != 0:
+                unit_shapes[name] = shape
+                remainder -= shard_numel(math.prod(shape), world_size)
+            if remainder != 0:
                 message = f"sub-group {unit} holds {lengths[unit]} elements, the parameters"
-                found = lengths[unit] - left
+                found = lengths[unit] - remainder
                 raise DisagreementError(f"{message} of {LIKE} add up to {found}", path=path)
-            units.append(held)
+            units.append(unit_shapes)
         if params:
             message = f"param group {group} has no room for '{params[0][0]}', which"
             raise DisagreementError(f"{message} {LIKE} has in it", path=path)

@@ -277,15 +277,15 @@ def _corner(view: Node, sizes: tuple[int, ...], of: tuple[int, ...]) -> list[int
         raise CorruptFileError(f"{show(offset)} is no offset")
     if len(sizes) != len(of) or len(strides) != len(of):
         raise UnsupportedError(f"a view of {list(sizes)} in a tensor of {list(of)}: not supported")
-    corner, step, left = [0] * len(of), 1, offset
+    corner, step, remainder = [0] * len(of), 1, offset
     for dimension in reversed(range(len(of))):
         if sizes[dimension] > 1 and strides[dimension] != step:
             message = f"a view with strides {list(strides)} in a tensor of {list(of)}"
             raise UnsupportedError(f"{message}, which is not a box of it: not supported")
         step *= of[dimension]
-        corner[dimension] = left % of[dimension] if of[dimension] else 0
-        left //= max(1, of[dimension])
-    if left:
+        corner[dimension] = remainder % of[dimension] if of[dimension] else 0
+        remainder //= max(1, of[dimension])
+    if remainder:
         raise CorruptFileError(f"offset {offset} in a tensor of {list(of)}")
     return corner
 

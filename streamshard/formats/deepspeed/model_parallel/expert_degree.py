@@ -96,13 +96,13 @@ def with_expert_degree(
 
     `like`: reference checkpoint of the job that will resume, for the order of its parameters.
     """
-    own = expert_degree(checkpoint)
+    saved_degree = expert_degree(checkpoint)
     if like is not None:
         _require_degree(like, degree, len(checkpoint.model_parts))
     changed = []
     for number, model_part in enumerate(checkpoint.model_parts):
         with _naming(model_part):
-            changed.append(_spread(checkpoint, number, own, degree, like))
+            changed.append(_spread(checkpoint, number, saved_degree, degree, like))
     return replace(checkpoint, model_parts=tuple(changed))
 
 
@@ -118,7 +118,7 @@ def _naming(model_part: ModelPart) -> Iterator[None]:
 
 
 def _spread(
-    checkpoint: Checkpoint, number: int, own: int, degree: int, like: Checkpoint | None
+    checkpoint: Checkpoint, number: int, saved_degree: int, degree: int, like: Checkpoint | None
 ) -> ModelPart:
     """Return a model part whose experts are spread over another count of its ranks."""
     model_part = checkpoint.model_parts[number]
@@ -127,11 +127,11 @@ def _spread(
     _require_all_trained(model_part, layers)
     _require_even(layers, degree)
     if like is None:
-        made = order_of_module(
-            model_part, checkpoint.master_numels(model_part), groups, own, degree
+        order = order_of_module(
+            model_part, checkpoint.master_numels(model_part), groups, saved_degree, degree
         )
     else:
-        made = order_of_reference(checkpoint, number, groups, like)
+        order = order_of_reference(checkpoint, number, groups, like)
     regrouped = tuple(
         replace(
             groups[content.source].template,
@@ -140,17 +140,17 @@ def _spread(
             expert_parallel=len(content.params),
             expert_rank=rank,
         )
-        for number, content in enumerate(made)
+        for number, content in enumerate(order)
         for rank, params in enumerate(content.params)
     )
     return replace(
         model_part,
         groups=regrouped,
-        optimizer_file=_with_groups(model_part, groups, made, own, degree),
+        optimizer_file=_with_groups(model_part, groups, order, saved_degree, degree),
         model_state=_placed_anew(
-            _with_rates(model_part.model_state, groups, made),
+            _with_rates(model_part.model_state, groups, order),
             {layer.module: layer.count for layer in layers},
-            own,
+            saved_degree,
             degree,
         ),
     )
@@ -188,19 +188,19 @@ def _require_degree(like: Checkpoint, degree: int, parts: int) -> None:
         )
         raise UsageError(f"{message} {parts}, which stay as they are: {supply()}")
     try:
-        theirs = expert_degree(like)
+        like_degree = expert_degree(like)
     except (UnsupportedError, UsageError) as error:
         raise type(error)(f"{LIKE}: {error}") from error
-    if theirs != degree:
-        message = f"{LIKE} has its experts over {counted(theirs, 'rank')}, and {degree} are asked"
-        raise UsageError(f"{message} for: {supply()}")
+    if like_degree != degree:
+        message = f"{LIKE} has its experts over {counted(like_degree, 'rank')}, and {degree} are"
+        raise UsageError(f"{message} asked for: {supply()}")
 
 
 def _with_groups(
     model_part: ModelPart,
     groups: Sequence[UndividedGroup],
-    made: Sequence[GroupContent],
-    own: int,
+    order: Sequence[GroupContent],
+    saved_degree: int,
     degree: int,
 ) -> Mapping[str, Node]:
     """Return the optimizer file's dict with the entries of the target's param groups.
@@ -209,11 +209,11 @@ def _with_groups(
     """
     saved = model_part.hyper_parameters
     entries: list[Mapping[str, Node]] = []
-    for content in made:
+    for content in order:
         group = groups[content.source]
         entry = saved[group.numbers[0]]
         if group.has_experts:
-            named, own_name = entry.get(names.GROUP_NAME), names.ranks_name(own)
+            named, own_name = entry.get(names.GROUP_NAME), names.ranks_name(saved_degree)
             if named != own_name:
                 message = f"param group {group.numbers[0]} of experts is named"
                 message = f"{message} {show(named)}, and not '{own_name}'"
@@ -224,20 +224,20 @@ def _with_groups(
 
 
 def _with_rates(
-    model_state: Mapping[str, Node], groups: Sequence[UndividedGroup], made: Sequence[GroupContent]
+    model_state: Mapping[str, Node], groups: Sequence[UndividedGroup], order: Sequence[GroupContent]
 ) -> Mapping[str, Node]:
     """Return the model file's dict with a learning rate for each param group in the scheduler."""
     before = sum(len(group.numbers) for group in groups)
-    if len(made) == before:
+    if len(order) == before:
         return model_state
     scheduler = model_state.get(names.SCHEDULER)
     state = scheduler if isinstance(scheduler, dict) else {names.SCHEDULER: scheduler}
     changed = dict(state)
     for key, value in state.items():
         if key in names.RATES_PER_GROUP and isinstance(value, list) and len(value) == before:
-            changed[key] = [value[groups[content.source].numbers[0]] for content in made]
+            changed[key] = [value[groups[content.source].numbers[0]] for content in order]
         elif not isinstance(value, int | float | str | None):
-            message = f"an engine has {len(made)} param groups then, instead of {before}, and"
+            message = f"an engine has {len(order)} param groups then, instead of {before}, and"
             raise UnsupportedError(
                 f"{message} '{key}' of the learning rate scheduler may have an element for each. "
                 f"{AS_SAVED}"
@@ -282,14 +282,14 @@ def _objection_to_spreading(checkpoint: Checkpoint) -> str | None:
 
 def _strings(node: Node) -> Iterator[str]:
     """Yield the strings in a tree of dicts and lists, however deep it is."""
-    rest, seen = [node], set()
-    while rest:
-        part = rest.pop()
+    stack, seen = [node], set()
+    while stack:
+        part = stack.pop()
         if isinstance(part, str):
             yield part
         elif isinstance(part, dict | list | tuple) and id(part) not in seen:
             seen.add(id(part))
-            rest += [*part, *part.values()] if isinstance(part, dict) else part
+            stack += [*part, *part.values()] if isinstance(part, dict) else part
 
 
 def _has_stages(checkpoint: Checkpoint) -> bool:
@@ -305,13 +305,13 @@ def _has_stages(checkpoint: Checkpoint) -> bool:
 def _require_model_parts_alike(checkpoint: Checkpoint) -> None:
     """Refuse model parts that do not have parts of the same experts in the same order."""
     first, *others = checkpoint.model_parts
-    for other in others:
-        for what, one, another in (
-            ("experts", *(f.model_state.get(names.EXPERT_COUNTS) for f in (first, other))),
-            ("param groups", *([_place(g) for g in f.groups] for f in (first, other))),
+    for model_part in others:
+        for what, left, right in (
+            ("experts", *(f.model_state.get(names.EXPERT_COUNTS) for f in (first, model_part))),
+            ("param groups", *([_place(g) for g in f.groups] for f in (first, model_part))),
         ):
-            if one != another:
-                message = f"{first.name} and {other.name} have different {what}, or in another"
+            if left != right:
+                message = f"{first.name} and {model_part.name} have different {what}, or in another"
                 raise DisagreementError(
                     f"{message} order: they are not of tensor-parallel ranks that have parts of "
                     f"the same experts. {AS_SAVED}"
@@ -327,14 +327,14 @@ _MAPS: Final = "affine_maps"
 
 
 def _placed_anew(
-    model: Mapping[str, Node], counts: Mapping[str, int], own: int, degree: int
+    model: Mapping[str, Node], counts: Mapping[str, int], saved_degree: int, degree: int
 ) -> Mapping[str, Node]:
-    """Return a model file's dict with its experts over `degree` ranks, and no longer over `own`.
+    """Return a model file's dict with its experts over `degree` ranks, no longer `saved_degree`.
 
     `counts`: of the experts of each layer.
     """
     return with_degree(
-        with_layers(model, lambda layer: _placed(layer, counts, own, degree)), degree
+        with_layers(model, lambda layer: _placed(layer, counts, saved_degree, degree)), degree
     )
 
 
@@ -349,16 +349,16 @@ def with_degree(file: Mapping[str, Node], degree: int) -> Mapping[str, Node]:
     return {**file, names.DS_CONFIG: {**config, _SECTION: {**section, "autoep_size": degree}}}
 
 
-def _placed(layer: Layer, counts: Mapping[str, int], own: int, degree: int) -> Layer:
+def _placed(layer: Layer, counts: Mapping[str, int], saved_degree: int, degree: int) -> Layer:
     """Return the entries of a layer on another count of ranks, as the first of them saves it."""
     prefix = str(layer.get("expert_key_prefix"))
-    count = counts.get(prefix, own)
-    for key, node in {"num_experts": count, **_placing(layer, count, own)}.items():
+    count = counts.get(prefix, saved_degree)
+    for key, node in {"num_experts": count, **_placing(layer, count, saved_degree)}.items():
         if layer.get(key) != node:
             message = f"the '{key}' of the experts '{prefix}' is not that of {count} experts, in"
             raise UnsupportedError(
-                f"{message} their order on {own} ranks, as DeepSpeed 0.19.8 places them: they "
-                f"cannot be spread over another count of ranks. {AS_SAVED}"
+                f"{message} their order on {saved_degree} ranks, as DeepSpeed 0.19.8 places them: "
+                f"they cannot be spread over another count of ranks. {AS_SAVED}"
             )
     return {**layer, **_placing(layer, count, degree)}
 
@@ -370,28 +370,28 @@ def _placing(layer: Layer, count: int, degree: int) -> dict[str, Node]:
     `legacy_uniform_autoep_placement_descriptor` and `autoep_placement_to_affine_map` of
     `deepspeed/checkpoint/autoep_affine.py` (0.19.8).
     """
-    each, maps = count // degree, layer.get(_MAPS)
+    share, maps = count // degree, layer.get(_MAPS)
     ranks = [
-        {"rank": rank, "experts": [*range(each * rank, each * (rank + 1))]}
+        {"rank": rank, "experts": [*range(share * rank, share * (rank + 1))]}
         for rank in range(degree)
     ]
     placement = {"version": 1, "num_experts": count, "ep_size": degree, "ranks": ranks}
-    found = {
-        "num_local_experts": each,
+    entries = {
+        "num_local_experts": share,
         "ep_size": degree,
         "expert_placement": placement,
         "ep_group_name": names.ranks_name(degree),
         "ep_rank": 0,
         "expert_data_parallel_rank": 0,
         "global_expert_start": 0,
-        "global_expert_end": each,
+        "global_expert_end": share,
     }
     params = maps.get("params") if isinstance(maps, dict) else None
     if isinstance(params, dict):
         shapes = {name: _shape(node, count) for name, node in params.items()}
-        mapped = {n: map_of(split_cut(shape, 0, [each] * degree)) for n, shape in shapes.items()}
-        found[_MAPS] = {"version": 1, "params": mapped}
-    return found
+        mapped = {n: map_of(split_cut(shape, 0, [share] * degree)) for n, shape in shapes.items()}
+        entries[_MAPS] = {"version": 1, "params": mapped}
+    return entries
 
 
 def _shape(node: Node, count: int) -> tuple[int, ...]:

@@ -60,11 +60,11 @@ class UndividedGroup:
         numbers: dict[str, set[int]] = {}
         for name in (name for params in self.params for name in params):
             fused = names.fused_expert_of(name)
-            found = (f"{fused[0]}.", fused[1], "") if fused else names.expert_of(name)
-            if found is None:
+            expert = (f"{fused[0]}.", fused[1], "") if fused else names.expert_of(name)
+            if expert is None:
                 message = f"'{name}' is in a param group of experts, and is not of an expert"
                 raise UnsupportedError(f"{message}. {AS_SAVED}")
-            layer, number, rest = found
+            layer, number, rest = expert
             rests.setdefault(layer, {})[rest] = None
             numbers.setdefault(layer, set()).add(number)
         return [ExpertLayer(name, tuple(each), len(numbers[name])) for name, each in rests.items()]
@@ -143,15 +143,15 @@ def divided(
     >>> divided("abc", {"a": 2, "b": 2, "c": 1}, 3)
     (('a',), ('b', 'c'))
     """
-    found: list[list[str]] = [[]]
+    groups: list[list[str]] = [[]]
     size = 0
     for name in params:
         if size + numels[name] > most:
-            found.append([])
+            groups.append([])
             size = 0
-        found[-1].append(name)
+        groups[-1].append(name)
         size += numels[name]
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, groups))
 
 
 def supply() -> str:
@@ -179,14 +179,14 @@ def order_of_module(
     model_part: ModelPart,
     numels: Mapping[str, int],
     groups: Sequence[UndividedGroup],
-    own: int,
+    saved_degree: int,
     degree: int,
 ) -> list[GroupContent]:
     """Recompute the order from that of the module.
 
     `numels`: element count of each trained parameter of the model part.
     """
-    rule = _Rule(model_part, numels, groups, own, degree)
+    rule = _Rule(model_part, numels, groups, saved_degree, degree)
     doubt = rule.doubt()
     if doubt:
         message = "in which order, and in which param groups, a job with"
@@ -202,22 +202,22 @@ class _Rule:
     model_part: ModelPart
     numels: Mapping[str, int]
     groups: Sequence[UndividedGroup]
-    own: int
+    saved_degree: int
     degree: int
 
     def target(self) -> list[GroupContent]:
         """Return the param groups of the target."""
-        found = []
+        order = []
         for source, group in enumerate(self.groups):
             if group.has_experts:
                 ranks = [self._parts(params) for params in self._spread(group)]
-                found += [
+                order += [
                     GroupContent(source, [parts[n] for parts in ranks])
                     for n in range(len(ranks[0]))
                 ]
             else:
-                found.append(GroupContent(source, group.params))
-        return found
+                order.append(GroupContent(source, group.params))
+        return order
 
     def doubt(self) -> str | None:
         """Say what is not sure, if anything is."""
@@ -225,13 +225,13 @@ class _Rule:
         # AutoEP's parameters are the same on any count of ranks, and so is the order of all.
         are_fused = bool(self.model_part.model_state.get(names.AUTO_EXPERTS))
         for group in self.groups:
-            found = None
+            doubt = None
             if group.has_experts:
-                found = self._doubt_of_experts(group)
+                doubt = self._doubt_of_experts(group)
             elif not are_fused:
-                found = _doubt_of_shared(group, position)
-            if found:
-                return found
+                doubt = _doubt_of_shared(group, position)
+            if doubt:
+                return doubt
         return None if are_fused else self._other_order()
 
     def _spread(self, group: UndividedGroup) -> list[tuple[str, ...]]:
@@ -254,7 +254,7 @@ class _Rule:
         what = "param group " + ", ".join(map(str, group.numbers)) + " of experts"
         layers = group.layers()
         for rank, params in enumerate(group.params):
-            if params != _expert_params(layers, self.own, rank):
+            if params != _expert_params(layers, self.saved_degree, rank):
                 return f"{what} is not ordered expert by expert"
         saved = [self._parts(params) for params in group.params]
         if saved != [tuple(parts) for parts in group.parts]:
@@ -311,7 +311,7 @@ def order_of_reference(
         for name in params
     }
     model_part = like.model_parts[number]
-    found: list[GroupContent] = []
+    order: list[GroupContent] = []
     for group in model_part.groups:
         if group.expert_rank == 0:
             sources = {
@@ -324,21 +324,21 @@ def order_of_reference(
             if len(sources) != 1 or -1 in sources:
                 message = f"param group {group.number} of {LIKE} has other parameters than any"
                 raise DisagreementError(f"{message} here: it is not of the same job")
-            found.append(GroupContent(sources.pop(), ranks))
+            order.append(GroupContent(sources.pop(), ranks))
     shapes = [one.master_shapes(one.model_parts[number]) for one in (checkpoint, like)]
-    _require_same(groups, found, is_same=shapes[0] == shapes[1])
-    return found
+    _require_same(groups, order, is_same=shapes[0] == shapes[1])
+    return order
 
 
 def _require_same(
-    groups: Sequence[UndividedGroup], found: Sequence[GroupContent], *, is_same: bool
+    groups: Sequence[UndividedGroup], order: Sequence[GroupContent], *, is_same: bool
 ) -> None:
     """Refuse a reference of another job.
 
     `is_same`: whether its parameters have the same names and shapes.
     """
-    sources = [content.source for content in found]
-    shared = {s: content.params for s, content in zip(sources, found, strict=True)}
+    sources = [content.source for content in order]
+    shared = {s: content.params for s, content in zip(sources, order, strict=True)}
     is_same = is_same and sources == sorted(sources)
     if not is_same or any(
         not group.has_experts and tuple(shared.get(source, ())) != group.params

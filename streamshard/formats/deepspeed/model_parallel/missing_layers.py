@@ -61,18 +61,18 @@ def missing_layers(
 
 def _first_of_each(listed: Iterable[str]) -> dict[int, str]:
     """Return for each layer that has some of the names the first of these."""
-    found: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     for name in listed:
         if match := _OF_LAYER.match(name):
-            found.setdefault(int(match[1]), name)
-    return found
+            first_names.setdefault(int(match[1]), name)
+    return first_names
 
 
 def _ranks_of_files(files: Iterable[str]) -> dict[int, set[int | None]]:
     """Return for each layer the tensor-parallel ranks of its files; None for one not known."""
-    found: dict[int, set[int | None]] = defaultdict(set)
+    ranks: dict[int, set[int | None]] = defaultdict(set)
     for name in files:
         if match := _ANY_FILE.fullmatch(name):
             known = LAYER_FILE.fullmatch(name)
-            found[int(match[1])].add(int(known[2] or 0) if known else None)
-    return found
+            ranks[int(match[1])].add(int(known[2] or 0) if known else None)
+    return ranks

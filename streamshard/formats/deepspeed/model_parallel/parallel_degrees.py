@@ -88,13 +88,13 @@ def degrees_of(checkpoint: Checkpoint) -> Degrees:
     if is_pipeline(checkpoint):
         matches = filter(None, map(LAYER_FILE.fullmatch, _layer_files(checkpoint)))
         tensor = max((int(match[2] or 0) + 1 for match in matches), default=1)
-    found = Degrees(tensor, parts // tensor)
+    degrees = Degrees(tensor, parts // tensor)
     said = checkpoint.model_parts[0].model_state.get(names.PARALLEL_DEGREES)
     if isinstance(said, dict):
         saved = said.get("tp_degree"), said.get("pp_degree")
-        if saved != (found.tensor, found.pipeline) or found.parts != parts:
+        if saved != (degrees.tensor, degrees.pipeline) or degrees.parts != parts:
             message = f"its '{names.PARALLEL_DEGREES}' are {show(list(saved))}"
-            raise DisagreementError(f"{message}, and its files are those of {found}")
-    elif found.parts != parts:
+            raise DisagreementError(f"{message}, and its files are those of {degrees}")
+    elif degrees.parts != parts:
         raise DisagreementError(f"{parts} parts of the model, and layers in {tensor} parts")
-    return found
+    return degrees

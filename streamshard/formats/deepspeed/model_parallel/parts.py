@@ -83,7 +83,7 @@ class ModelInParts:
         self._known: dict[str, ModelCut] = {}
 
     def _stated_cuts(self, rules: CutRules | None) -> StatedCuts | None:
-        stated, *others = (
+        stated, *infos = (
             f.model_state.get(names.UNIVERSAL_INFO) for f in self.checkpoint.model_parts
         )
         if self.degrees.tensor == 1 or self.keeps_shards:
@@ -98,26 +98,26 @@ class ModelInParts:
                 "saves does, and what other jobs save for the universal checkpoint: "
                 f"{lacking('cut_rules')}. {AS_SAVED}"
             )
-        for other in others:
-            if fingerprint(other) != fingerprint(stated):
+        for info in infos:
+            if fingerprint(info) != fingerprint(stated):
                 message = f"its parts have different '{names.UNIVERSAL_INFO}'"
                 raise DisagreementError(f"{message}: they are not of one run")
         return kind(stated)
 
     def _held(self) -> Iterator[tuple[str, HeldTensor]]:
-        found: dict[str, dict[int, Shape]] = {}
+        shapes_by_name: dict[str, dict[int, Shape]] = {}
         kinds: dict[str, tuple[str, int | None]] = {}
         for number, model_part in enumerate(self.checkpoint.model_parts):
             for name, kind, shape, group in self._of_model_part(model_part):
-                found.setdefault(name, {})[number] = shape
-                known = kinds.setdefault(name, (kind, group))
-                if known != (kind, group):
+                shapes_by_name.setdefault(name, {})[number] = shape
+                first_kind = kinds.setdefault(name, (kind, group))
+                if first_kind != (kind, group):
                     _require_elements(name, number, shape)
-                    _require_elements(name, *next(iter(found[name].items())))
-                    places = _place(*known), _place(kind, group)
+                    _require_elements(name, *next(iter(shapes_by_name[name].items())))
+                    places = _place(*first_kind), _place(kind, group)
                     message = f"'{name}' is {places[0]}, in {model_part.name} {places[1]}"
                     raise DisagreementError(message)
-        for name, shapes in found.items():
+        for name, shapes in shapes_by_name.items():
             yield name, HeldTensor(kinds[name][0], shapes, kinds[name][1])
 
     def _of_model_part(self, model_part: ModelPart) -> Iterator[tuple[str, str, Shape, int | None]]:
@@ -186,13 +186,13 @@ class ModelInParts:
 
     def shards(self, name: str) -> Mapping[int, Shape]:
         """Return the shape that a tensor has on each tensor-parallel rank of a stage."""
-        found: dict[int, Shape] = {}
+        shapes: dict[int, Shape] = {}
         for number, shape in self.tensors[name].shapes.items():
-            known = found.setdefault(number % self.degrees.tensor, shape)
+            known = shapes.setdefault(number % self.degrees.tensor, shape)
             if known != shape:
                 message = f"'{name}' is {list(known)} on a stage, in part {number} {list(shape)}"
                 raise DisagreementError(message)
-        return found
+        return shapes
 
     def _cut_of_shards(self, name: str, tensor: HeldTensor) -> ModelCut:
         """Return the cut of the elements of all shards, one rank's after the other's."""
@@ -277,13 +277,13 @@ def whole_model(parts: ModelInParts) -> ModelInParts:
         for name, held in parts.tensors.items()
     }
     if is_pipeline(checkpoint):
-        held = {
+        module = {
             entry.name: entry
             for model_part in checkpoint.model_parts
             for entry in model_part.module
         }
         groups = tuple(_with_all_params(group, checkpoint.model_parts) for group in first.groups)
-        first = replace(first, groups=groups, module=in_order(tuple(held.values())))
+        first = replace(first, groups=groups, module=in_order(tuple(module.values())))
     state = {
         key: _OF_WHOLE.get(key, node)
         for key, node in first.model_state.items()

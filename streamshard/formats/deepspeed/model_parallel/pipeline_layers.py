@@ -113,7 +113,7 @@ def with_layers(
         copies.append(replace(copy, row=len(tensors) + len(copies)))
         parts.append(part)
     notes = dict.fromkeys(note for rank in ranks for note in rank.notes())
-    made = replace(
+    pipeline = replace(
         checkpoint,
         tensors=tuple(tensors),
         model_parts=tuple(
@@ -124,7 +124,7 @@ def with_layers(
         files=tuple(file for file in checkpoint.files if not _layer_in(file.path)),
         notes=(*checkpoint.notes, *map(Note, notes)),
     )
-    return made, parts, copies
+    return pipeline, parts, copies
 
 
 def _files(checkpoint: Checkpoint, kept: KeptFiles) -> Iterator["_File"]:
@@ -164,12 +164,12 @@ def as_one_module(checkpoint: Checkpoint) -> Checkpoint:
     """Return a pipeline's only stage as if its module were in the model file, not in layers."""
     model_part = checkpoint.model_parts[0]
     buffers = [entry.name for entry in model_part.module if entry.kind == "buffer"]
-    own: dict[str, Node] = {
+    overrides: dict[str, Node] = {
         names.MODULE_STATE: {},
         names.BUFFER_NAMES: buffers,
         names.SHARED_PARAMS: {},
     }
-    state = {key: own.get(key, node) for key, node in model_part.model_state.items()}
+    state = {key: overrides.get(key, node) for key, node in model_part.model_state.items()}
     return replace(checkpoint, model_parts=(replace(model_part, model_state=state),), layers=())
 
 
@@ -212,11 +212,11 @@ class _File:
     def read(self, kept: KeptFiles, *, with_checksums: bool) -> Mapping[str, Node]:
         """Read the layer's state dict; `with_checksums`, where torch recorded none."""
         with kept.open(self.file) as content:
-            found = require_dict(torch_file.read_content(content, self.path, self.file), self.path)
-            for storage in found.storages.values() if with_checksums else ():
+            layer = require_dict(torch_file.read_content(content, self.path, self.file), self.path)
+            for storage in layer.storages.values() if with_checksums else ():
                 if storage.crc32 is None:
                     storage.crc32 = torch_file.checksum_in(content, storage, self.path)
-        state: Mapping[str, Node] = found.root
+        state: Mapping[str, Node] = layer.root
         return state
 
 
@@ -268,21 +268,21 @@ class _OneRank:
         None if the file only has the trained weights of one of several shared modules that are
         alike: it is not known of which, and their master weights are known.
         """
-        own = f"{file.number}."
-        if own in self._known:
-            return own
-        found = [
+        layer_prefix = f"{file.number}."
+        if layer_prefix in self._known:
+            return layer_prefix
+        prefixes = [
             prefix
             for prefix in self._known
             if prefix.startswith(_TIED) and self._is_of(prefix, state)
         ]
-        if len(found) < 2:
-            return found[0] if found else own
-        beside = [name for name in state if f"{found[0]}{name}" not in self._shapes]
+        if len(prefixes) < 2:
+            return prefixes[0] if prefixes else layer_prefix
+        beside = [name for name in state if f"{prefixes[0]}{name}" not in self._shapes]
         if beside:
             message = f"has '{beside[0]}' of a module that several layers share, of"
             raise UnsupportedError(
-                f"{message} {show_few(found)}, which are alike: not known which", path=file.path
+                f"{message} {show_few(prefixes)}, which are alike: not known which", path=file.path
             )
         return None
 
@@ -310,15 +310,15 @@ class _OneRank:
         directory = self._taken[0][0].path.parent
         whole = ModelFile(directory, -1, root)
         reader = ModuleReader([whole], self._checkpoint.layout.stage, {})
-        own = reader.entries(self._shapes)
-        reader.assign(own, first=0, model_part="")
+        rank_entries = reader.entries(self._shapes)
+        reader.assign(rank_entries, first=0, model_part="")
         for number, tensor in enumerate(reader.tensors):
             self._rows[tensor.name] = first + number
             parts.append(TensorInFile(*reader.whole[number], tensor.numel, tensor.dtype))
             tensors.append(replace(tensor, model_part=model_parts[self._owner(tensor.name)].name))
-        for entry in own:
+        for entry in rank_entries:
             entries[self._owner(entry.name)].append(entry)
-        by_name = {entry.name: entry for entry in own}
+        by_name = {entry.name: entry for entry in rank_entries}
         for file, prefix, saved in self._taken:
             state = None if prefix is None else self._state(prefix, saved, by_name)
             yield LayerFile(file.path.name, state)

@@ -188,13 +188,13 @@ class CutRules(StatedCuts):
             raise UsageError(f"{named}: {error}; leave one") from error
 
     def cut(self, name: str, shards: Mapping[int, Shape], ranks: int) -> ModelCut:
-        found = self._rules.find_all(name)
-        if not found:
+        rules = self._rules.find_all(name)
+        if not rules:
             raise UsageError(f"{self._named}: no rule is for '{name}'")
-        if len(found) > 1:
-            patterns = " and ".join(f"'{pattern}'" for pattern, _ in found[:2])
+        if len(rules) > 1:
+            patterns = " and ".join(f"'{pattern}'" for pattern, _ in rules[:2])
             raise UsageError(f"{self._named}: two rules match '{name}': {patterns}; leave one")
-        (_, rule), *_ = found
+        (_, rule), *_ = rules
         return cut_by_rule(name, shards, ranks, self._named, rule)
 
 
@@ -203,19 +203,19 @@ def _read(text: str, named: str) -> Iterator[tuple[str, _OneRule]]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         pattern, _, stated = (part.strip() for part in line.rpartition(":"))
-        found = _RULE.fullmatch(stated)
-        if not pattern or found is None:
+        rule = _RULE.fullmatch(stated)
+        if not pattern or rule is None:
             raise UsageError(
                 f"{named}, line {number}: '{line.strip()[:80]}' is no rule. A rule is a pattern of "
                 "names, a colon, and one of: replicated; split 1; sub 0 [4096, 1024, 1024]"
             )
-        digits = re.findall(r"\d+", found["sizes"] or "")
+        digits = re.findall(r"\d+", rule["sizes"] or "")
         if any(len(size) > _MOST_DIGITS for size in digits):
             raise UsageError(f"{named}, line {number}: sizes have at most {_MOST_DIGITS} digits")
-        if found["split"]:
-            yield pattern, partial(split, dimension=int(found["split"]))
-        elif found["sub"]:
-            yield pattern, partial(_sub_cut, int(found["sub"]), [int(size) for size in digits])
+        if rule["split"]:
+            yield pattern, partial(split, dimension=int(rule["split"]))
+        elif rule["sub"]:
+            yield pattern, partial(_sub_cut, int(rule["sub"]), [int(size) for size in digits])
         else:
             yield pattern, replicated
 

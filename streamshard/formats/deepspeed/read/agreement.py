@@ -61,24 +61,24 @@ def check_world_size(
     files: ModelPartFiles,
 ) -> None:
     """Refuse a set of files if a file records another count of ranks than there are files."""
-    found = len(states)
-    said = [
+    ranks = len(states)
+    records = [
         (require(model, names.DP_WORLD_SIZE, path), path)
         for model, path in zip(models, files.model_files, strict=True)
     ]
     for state, path in zip(states, files.optimizer_files, strict=True):
-        said += [(count, path) for count in rank_counts(state, path)]
-    for world_size, path in said:
-        if world_size == found:
+        records += [(count, path) for count in rank_counts(state, path)]
+    for world_size, path in records:
+        if world_size == ranks:
             continue
-        there = counted(found, "optimizer file")
+        there = counted(ranks, "optimizer file")
         message = (
-            f"saved by {show(world_size)} ranks, but there {'is' if found == 1 else 'are'} {there}"
+            f"saved by {show(world_size)} ranks, but there {'is' if ranks == 1 else 'are'} {there}"
         )
-        if isinstance(world_size, int) and world_size > found:
+        if isinstance(world_size, int) and world_size > ranks:
             last = files.optimizer_files[-1]
             missing = last.with_name(
-                last.name.replace(f"pp_rank_{found - 1}_", f"pp_rank_{found}_")
+                last.name.replace(f"pp_rank_{ranks - 1}_", f"pp_rank_{ranks}_")
             )
             message += f"; {missing} is missing: copy it from the node that saved it"
         else:

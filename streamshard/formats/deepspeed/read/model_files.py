@@ -71,15 +71,15 @@ def differences(
     for file in files:
         if file.cached is None:
             picked = entries(file)
-            own = fingerprints(picked, file.checksum)
+            facts = fingerprints(picked, file.checksum)
             places = {k: frozenset(s.offset for s in storages_in(n)) for k, n in picked.items()}
-            compared[id(file.root)] = picked, own, places
+            compared[id(file.root)] = picked, facts, places
         else:
             picked, known, places = compared[id(file.root)]
             changed = file.cached.changed()
             again = {key: picked[key] for key, at in places.items() if not changed.isdisjoint(at)}
-            own = {**known, **fingerprints(again, file.checksum)}
-        first = own if first is None else first
-        wrong = differing(first, own)
+            facts = {**known, **fingerprints(again, file.checksum)}
+        first = facts if first is None else first
+        wrong = differing(first, facts)
         if wrong:
             yield file, wrong

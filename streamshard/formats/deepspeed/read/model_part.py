@@ -183,7 +183,7 @@ def recorded_units(optimizer: OptimizerReader, paths: Sequence[Path]) -> list[Sh
 
     A parameter's size is the sum of its slices on all ranks. Its shape is unknown and not needed.
     """
-    found: list[dict[str, int]] = []
+    units: list[dict[str, int]] = []
     for recorded, path in zip(optimizer.recorded, paths, strict=True):
         if recorded.slices is None:
             message = "saved by a DeepSpeed before 0.7.4, which did not name parameters"
@@ -191,14 +191,14 @@ def recorded_units(optimizer: OptimizerReader, paths: Sequence[Path]) -> list[Sh
         if any(any(group) for group in recorded.alignments or ()):
             message = "saved with parameter_alignment, which only a model file explains"
             raise UnsupportedError(message, path=path)
-        found = found or [{} for _ in recorded.slices]
-        for unit, slices in zip(found, recorded.slices, strict=True):
+        units = units or [{} for _ in recorded.slices]
+        for unit, slices in zip(units, recorded.slices, strict=True):
             for name, _, numel in slices:
                 unit[name] = unit.get(name, 0) + numel
     # All expert ranks use the same names for their experts, so each name adds up all of them.
     return [
         {name: (numel // optimizer.expert_parallel(number),) for name, numel in unit.items()}
-        for number, unit in enumerate(found)
+        for number, unit in enumerate(units)
     ]
 
 
@@ -226,13 +226,13 @@ def known_param_ids(
     """
     counted = [e.name for e in entries if e.kind in ("param", "frozen")]
     derived = {name: number for number, name in enumerate(counted)}
-    known: dict[str, int] = {}
+    recorded_ids: dict[str, int] = {}
     for params, ends in zip(units, recorded, strict=True):
         first, _, last = (ends if isinstance(ends, str) else "").partition("_")
         if first.isdecimal() and last.isdecimal() and params:
-            known |= {params[0]: int(first), params[-1]: int(last)}
-    agrees = all(derived.get(name) == number for name, number in known.items())
-    return derived if agrees else known
+            recorded_ids |= {params[0]: int(first), params[-1]: int(last)}
+    agrees = all(derived.get(name) == number for name, number in recorded_ids.items())
+    return derived if agrees else recorded_ids
 
 
 def _is_round_robin(
@@ -246,16 +246,16 @@ def _is_round_robin(
     The shapes are in the stored order, the recorded slices in the group's own order. Only if both
     orders fit, or neither, what the config and the version say counts.
     """
-    own = optimizer.own_order()
-    if own is None or not 0 < layout.stage < 3 or layout.bf16_optimizer:
+    own_order = optimizer.own_order()
+    if own_order is None or not 0 < layout.stage < 3 or layout.bf16_optimizer:
         return layout.round_robin
     fits = {False: True, True: True}
-    for number, (shapes, named) in enumerate(zip(stored, own, strict=True)):
-        params, known = list(shapes), set(named)
+    for number, (shapes, named) in enumerate(zip(stored, own_order, strict=True)):
+        params, recorded = list(shapes), set(named)
         sharers = layout.world_size // optimizer.expert_parallel(number)
         for is_shuffled in fits:
             order = in_own_order(params, sharers) if is_shuffled else params
-            fits[is_shuffled] &= [name for name in order if name in known] == named
+            fits[is_shuffled] &= [name for name in order if name in recorded] == named
     return layout.round_robin if fits[True] == fits[False] else fits[True]
 
 

@@ -82,12 +82,12 @@ class ModuleReader:
         listed = require(self._first, names.BUFFER_NAMES, self._path)
         buffers = set(self._as_in_module({name: name for name in listed}))
         seen: dict[tuple[object, ...], str] = {}
-        found = []
+        entries = []
         for name, node in self._module.items():
             tensor = tensor_of(node)
             # What does not lie in a row is copied as a whole storage.
             if tensor is None or not tensor.is_dense or name.split(".")[-1] == _EXTRA_STATE:
-                found.append(ModuleEntry(name, "extra", "", ()))
+                entries.append(ModuleEntry(name, "extra", "", ()))
                 continue
             if self._stage != 3 and shapes.get(name, tensor.shape) != tensor.shape:
                 where = names.FROZEN_SHAPES if name in frozen else names.PARAM_SHAPES
@@ -104,9 +104,9 @@ class ModuleReader:
             if kind == "excluded":
                 alias = self.tied[name]
             paused = kind == "param" and name in frozen
-            found.append(ModuleEntry(name_of(name), kind, tensor.dtype, shape, alias, paused))
-        require_tied_to_weights(found)
-        return tuple(found)
+            entries.append(ModuleEntry(name_of(name), kind, tensor.dtype, shape, alias, paused))
+        require_tied_to_weights(entries)
+        return tuple(entries)
 
     def _alias_of(
         self,
@@ -284,7 +284,7 @@ class ModuleReader:
         elsewhere = OrderedDict(pair for pair in tied.items() if shown.get(pair[0]) != pair[1])
         # Frozen weights of experts, which are in files of their own.
         of_experts = OrderedDict(one for one in self._frozen_shapes.items() if one[0] not in shown)
-        left = {names.SHARED_PARAMS: elsewhere, names.FROZEN_SHAPES: of_experts}
+        remainders = {names.SHARED_PARAMS: elsewhere, names.FROZEN_SHAPES: of_experts}
         self.strip_module(entries)
         if self._first.get(names.RANDOM_LTD) is not None:
             # DeepSpeed's zero_to_fp32 looks for these names in the module's state dict.
@@ -293,7 +293,7 @@ class ModuleReader:
         for key in names.CUT_IN_MODEL - {names.MODULE_STATE}:
             if self._first.get(key) is not None:
                 # An empty value, because None means that frozen weights were left out.
-                self._first[key] = left.get(key, OrderedDict())
+                self._first[key] = remainders.get(key, OrderedDict())
 
     def strip_module(self, entries: Sequence[ModuleEntry]) -> None:
         """Remove the tensors that are now logical tensors from the module's state dict."""

@@ -97,13 +97,13 @@ class OptimizerReader:
         """Refuse tensors that are no group's state, and other entries in which ranks differ."""
         known = {"state", "param_groups"}
         plain = [{key: n for key, n in inner.items() if key not in known} for inner in self._inner]
-        for rank, (inner, beside) in enumerate(zip(self._inner, plain, strict=True)):
+        for rank, (inner, entries) in enumerate(zip(self._inner, plain, strict=True)):
             units = range(len(self._masters[rank]))
             with of_file(self._paths[rank]):
                 unknown = [unit for unit in inner["state"] if unit not in units]
-            unknown += [key for key, node in beside.items() if any(storages_in(node))]
-            if not unknown and fingerprint(beside) != fingerprint(plain[0]):
-                unknown = list({**plain[0], **beside})
+            unknown += [key for key, node in entries.items() if any(storages_in(node))]
+            if not unknown and fingerprint(entries) != fingerprint(plain[0]):
+                unknown = list({**plain[0], **entries})
             if unknown:
                 message = f"its optimizer keeps {show(unknown)} next to the"
                 message = f"{message} states of its groups, and no file says whether that is cut"
@@ -247,14 +247,14 @@ class OptimizerReader:
             for number, units in enumerate(units_of)
         ]
         left_out = local + [set[str]()] * len(groups)
-        rest = [
+        shared_entries = [
             [
                 {key: node for key, node in group.items() if key not in keys}
                 for group, keys in zip(inner["param_groups"], left_out, strict=False)
             ]
             for inner in self._inner
         ]
-        if not any(local) or len({*map(pickled, rest)}) > 1:
+        if not any(local) or len({*map(pickled, shared_entries)}) > 1:
             raise_first(errors)
         return local
 
@@ -448,14 +448,14 @@ class OptimizerReader:
     @cached_property
     def recorded(self) -> tuple[RecordedCut, ...]:
         """What each rank's file records about its own partition."""
-        found: list[RecordedCut] = []
+        cuts: list[RecordedCut] = []
         for rank, (state, path) in enumerate(zip(self._states, self._paths, strict=True)):
-            own = recorded_cut(state, path, has_paddings=self._strips_masters(rank))
-            if found and own.alignments == found[0].alignments:
+            cut = recorded_cut(state, path, has_paddings=self._strips_masters(rank))
+            if cuts and cut.alignments == cuts[0].alignments:
                 # One number for every parameter: equal ones are kept once.
-                own = replace(own, alignments=found[0].alignments)
-            found.append(own)
-        return tuple(found)
+                cut = replace(cut, alignments=cuts[0].alignments)
+            cuts.append(cut)
+        return tuple(cuts)
 
     def part_map(self) -> ModelPartMap:
         """Return where the states are, whose groups must have been read."""

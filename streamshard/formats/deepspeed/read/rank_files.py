@@ -71,7 +71,7 @@ class TagFiles:
         self.parts: list[Path] = []
         """Weights of pipeline layers and of experts, which do not depend on the data-parallel size.
         """
-        self.others: list[Path] = []
+        self.sidecars: list[Path] = []
         """Files that are not DeepSpeed's."""
         self.shards: set[Path] = set()
         """All files that are DeepSpeed's by their names."""
@@ -79,7 +79,7 @@ class TagFiles:
         for path in paths:
             parsed = names.parse(path.name) if path.parent == tag_dir else None
             if parsed is None:
-                self.others.append(path)
+                self.sidecars.append(path)
                 continue
             self.shards.add(path)
             if parsed.kind == "part":
@@ -125,17 +125,17 @@ class TagFiles:
         `is_bf16`: whether the job trained in bf16, which counts where there is no optimizer file at
         all.
         """
-        found = self.model_part(mp_rank)
+        part = self.model_part(mp_rank)
         bf16 = "bf16_" in self.prefixes if self.prefixes else is_bf16
 
         def optimizer_of(rank: int) -> Path:
             return self.tag_dir / names.optimizer_file(rank, bf16=bf16, mp_rank=mp_rank)
 
-        yield from missing_ranks(found.optimizer.keys(), ranks, optimizer_of, of)
-        models = {rank: path for rank, path in found.model.items() if rank is not None}
-        if None in found.model:
+        yield from missing_ranks(part.optimizer.keys(), ranks, optimizer_of, of)
+        models = {rank: path for rank, path in part.model.items() if rank is not None}
+        if None in part.model:
             for path in list(models.values())[:1]:
-                message = f"of stage 3, {found.model[None]} of stage 1 or 2: two runs in one place"
+                message = f"of stage 3, {part.model[None]} of stage 1 or 2: two runs in one place"
                 yield IncompleteError(f"{message}; move away the set that is older", path=path)
         elif not models:
             missing = self.tag_dir / names.model_file(None, mp_rank)
@@ -188,25 +188,25 @@ def find(tag_dir: Path) -> tuple[TagFiles, list[ModelPartFiles]]:
 
     The parts are in order of `mp_rank`.
     """
-    found = TagFiles(tag_dir, sorted(p for p in paths_below(tag_dir) if is_file(p)))
-    raise_first(found.mixed())
-    refuse_files(tag_dir, found.others)
-    if not found.prefixes:
-        models = [path for part in found.model_parts.values() for path in part.model.values()]
+    files = TagFiles(tag_dir, sorted(p for p in paths_below(tag_dir) if is_file(p)))
+    raise_first(files.mixed())
+    refuse_files(tag_dir, files.sidecars)
+    if not files.prefixes:
+        models = [path for part in files.model_parts.values() for path in part.model.values()]
         # Not at the top: most checkpoints have optimizer files.
         from streamshard.formats.detect import is_stage_0, without_shards
 
         if not models or not is_stage_0(models[0]):
-            raise without_shards(tag_dir, models, found.parts)
-    ranks = 1 + max(max(part.optimizer, default=-1) for part in found.model_parts.values())
+            raise without_shards(tag_dir, models, files.parts)
+    ranks = 1 + max(max(part.optimizer, default=-1) for part in files.model_parts.values())
     model_parts = []
-    for mp_rank in range(max(found.model_parts) + 1):
-        raise_first(found.incomplete(mp_rank, ranks, f" of at least {ranks}"))
-        own = found.model_part(mp_rank)
+    for mp_rank in range(max(files.model_parts) + 1):
+        raise_first(files.incomplete(mp_rank, ranks, f" of at least {ranks}"))
+        own = files.model_part(mp_rank)
         models = [own.model[rank] for rank in ([None] if None in own.model else range(ranks))]
         optimizers = tuple(own.optimizer[rank] for rank in range(ranks))
         model_parts.append(ModelPartFiles(mp_rank, tuple(models), optimizers))
-    return found, model_parts
+    return files, model_parts
 
 
 class SourceFiles:
@@ -339,14 +339,14 @@ def read_dict(path: Path, number: int = -1) -> TorchFile:
     return require_dict(torch_file.read(path, number), path)
 
 
-def require_dict(found: TorchFile, path: Path) -> TorchFile:
+def require_dict(archive: TorchFile, path: Path) -> TorchFile:
     """Require that a torch file holds a dict, in which the usual keys can be looked up."""
-    root = found.root
+    root = archive.root
     if not isinstance(root, dict):
         raise CorruptFileError(f"holds a {type(root).__name__} where a dict belongs", path=path)
     with of_file(path):
         require_unrolled(root[key] for key in names.LOOKED_INTO if key in root)
-    return found
+    return archive
 
 
 def require(mapping: Mapping[str, Node], key: str, path: Path) -> Node:

@@ -125,16 +125,16 @@ def _require_same_frozen(file: ModelFile, entries: Sequence[ModuleEntry], stage:
                 raise DisagreementError(f"{message}; {_OTHER_COPY}", path=file.path)
 
 
-def _same_elements(one: Tensor | None, other: Tensor | None) -> bool:
+def _same_elements(left: Tensor | None, right: Tensor | None) -> bool:
     """Tell whether two tensors are alike, also where one is a part of a larger storage.
 
     So is a weight on a GPU that was cut from a fused one; its copy on the CPU is alone.
     """
-    if alike(one, other):
+    if alike(left, right):
         return True
-    if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+    if left is None or right is None or (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
-    parts = [tensor.require_contiguous("a frozen weight").alone() for tensor in (one, other)]
+    parts = [tensor.require_contiguous("a frozen weight").alone() for tensor in (left, right)]
     return torch_file.checksum(parts[0]) == torch_file.checksum(parts[1])
 
 
@@ -144,17 +144,17 @@ def _frozen_shapes(file: ModelFile) -> dict[str, tuple[int, ...]]:
         return {name: shape_of(node) for name, node in shapes.items()}
 
 
-def alike(one: Tensor | None, other: Tensor | None) -> bool:
+def alike(left: Tensor | None, right: Tensor | None) -> bool:
     """Tell whether two places hold the same tensor, by the CRC-32 of their storages."""
-    if one is None or other is None:
+    if left is None or right is None:
         return False
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
-    if one.location == other.location:
+    if left.location == right.location:
         return True
-    storages = one.storage, other.storage
+    storages = left.storage, right.storage
     return (
-        one.start == other.start
+        left.start == right.start
         and storages[0].numel == storages[1].numel
         and torch_file.checksum(storages[0]) == torch_file.checksum(storages[1])
     )

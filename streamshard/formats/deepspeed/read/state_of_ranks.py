@@ -63,8 +63,8 @@ class StateOfRanks:
     def tensors(self) -> dict[int, Tensor]:
         """Return the ranks' values as tensors: one for each rank, or none at all."""
         tensors = {rank: t for rank in self.nodes if (t := self._tensor(rank)) is not None}
-        others = [rank for rank in self.nodes if rank not in tensors]
-        for rank in others:
+        missing = [rank for rank in self.nodes if rank not in tensors]
+        for rank in missing:
             if next(storages_in(self.nodes[rank]), None) is not None:
                 raise self.refusal(
                     rank,
@@ -72,9 +72,9 @@ class StateOfRanks:
                     "quantised in blocks, split into factors or kept in lists cannot be cut for "
                     "other ranks",
                 )
-        if tensors and others:
-            message = f"{self._place(others[0])} is {_kind(self.nodes[others[0]])}, and a tensor in"
-            raise DisagreementError(f"{message} {self.paths[next(iter(tensors))]}")
+        if tensors and missing:
+            message = f"{self._place(missing[0])} is {_kind(self.nodes[missing[0]])}, and a tensor"
+            raise DisagreementError(f"{message} in {self.paths[next(iter(tensors))]}")
         return tensors
 
     def _tensor(self, rank: int) -> Tensor | None:

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SetErrors:
-    own: list[SourceError]
+    per_file: list[SourceError]
     """Errors of single files, whatever set they belong to."""
     together: list[SourceError]
     """Errors of the files as a set that ZeRO saved: missing ranks, contradictions."""
@@ -71,8 +71,8 @@ def validate(tag_dir: Path, aside: Set[Path]) -> SetErrors:
     """
     files = TagFiles(tag_dir, sorted(paths_in(tag_dir)))
     errors: list[SourceError] = []
-    found = SetErrors([], errors)
-    roots = dict(_readable(files.shards - aside, found.own))
+    report = SetErrors([], errors)
+    roots = dict(_readable(files.shards - aside, report.per_file))
     ranks, models = {}, {}
     for mp_rank, model_part in files.model_parts.items():
         optimizers = {path: roots[path] for path in model_part.optimizer.values() if path in roots}
@@ -98,7 +98,7 @@ def validate(tag_dir: Path, aside: Set[Path]) -> SetErrors:
         expected = max([world_size, *(rank + 1 for rank in known)])
         errors += files.incomplete(mp_rank, expected, is_bf16=is_bf16)
     errors += _missing_layers(files, models)
-    return found
+    return report
 
 
 def validate_dumps(template: Template, aside: Set[Path]) -> SetErrors:
@@ -107,8 +107,8 @@ def validate_dumps(template: Template, aside: Set[Path]) -> SetErrors:
     present = {rank for rank in ranks if rank is not None}
     paths = {template.directory / template.file_name(rank) for rank in present}
     errors: list[SourceError] = []
-    found = SetErrors([], errors)
-    states = dict(_readable(paths - aside, found.own))
+    report = SetErrors([], errors)
+    states = dict(_readable(paths - aside, report.per_file))
     errors += _contradictions({0: states}, _facts_of_rank, frozenset())
     world_size = _usual_count(_of_each(states, _count_in_rank, errors), errors)
     errors += missing_ranks(
@@ -116,7 +116,7 @@ def validate_dumps(template: Template, aside: Set[Path]) -> SetErrors:
         max([world_size, *(rank + 1 for rank in present)]),
         lambda rank: template.directory / template.file_name(rank),
     )
-    return found
+    return report
 
 
 def recorded(paths: Iterable[Path]) -> Recorded:
@@ -181,14 +181,14 @@ def _of_each(
     roots: Mapping[Path, Root], look: Callable[[Root, Path], T], errors: list[SourceError]
 ) -> dict[Path, T]:
     """Apply `look` to each file; add an error for each file with a wrong layout."""
-    found: dict[Path, T] = {}
+    by_path: dict[Path, T] = {}
     for path, root in roots.items():
         try:
             with malformed(path):
-                found[path] = look(root, path)
+                by_path[path] = look(root, path)
         except SourceError as error:
             errors.append(error)
-    return found
+    return by_path
 
 
 def _missing_layers(

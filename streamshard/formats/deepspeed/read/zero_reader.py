@@ -46,12 +46,12 @@ def read(
     tag = tag or tag_dir.name
     with malformed(tag_dir):
         try:
-            found, parts = find(tag_dir)
+            files, parts = find(tag_dir)
             inside = [
                 (path, f"{tag}/{path.relative_to(tag_dir).as_posix()}")
-                for path in (*found.parts, *found.others)
+                for path in (*files.parts, *files.sidecars)
             ]
-            return _read_shards(tag, found, parts, [*run_files, *inside])
+            return _read_shards(tag, files, parts, [*run_files, *inside])
         except UsageError as error:  # in the config that the checkpoint keeps
             raise CorruptFileError(f"{error}", path=tag_dir) from error
 
@@ -71,30 +71,30 @@ def malformed(place: Path) -> Iterator[None]:
 
 def _read_shards(
     tag: str,
-    found: TagFiles,
+    files: TagFiles,
     parts: Sequence[ModelPartFiles],
-    others: Sequence[tuple[Path, str]],
+    sidecars: Sequence[tuple[Path, str]],
 ) -> Reading:
     sources = SourceFiles()
     readings: list[ModelPartReading] = []
     tensors: list[LogicalTensor] = []
-    for files in parts:
-        name = names.model_part(files.mp_rank) if len(parts) > 1 else ""
+    for part in parts:
+        name = names.model_part(part.mp_rank) if len(parts) > 1 else ""
         tied = readings[0].tied if readings else {}
         first = len(tensors)
-        if files.optimizer_files:
-            reading = read_model_part(files, sources, name=name, first=first, tied=tied)
+        if part.optimizer_files:
+            reading = read_model_part(part, sources, name=name, first=first, tied=tied)
         else:
             # Not at the top: most checkpoints are ZeRO's.
             from streamshard.formats.deepspeed.read.uncut_part import read_uncut_part
 
-            reading = read_uncut_part(files, sources, name=name, first=first)
+            reading = read_uncut_part(part, sources, name=name, first=first)
         readings.append(reading)
         tensors += readings[-1].tensors
     layout = readings[0].layout
-    _check_model_parts(readings, [files.model_files[0] for files in parts])
+    _check_model_parts(readings, [part.model_files[0] for part in parts])
     model_parts = [reading.model_part for reading in readings]
-    _check_parts(found, parts, model_parts, layout.stage)
+    _check_parts(files, parts, model_parts, layout.stage)
     if layout.round_robin:
         model_parts = [
             undo_round_robin(model_part, layout.world_size) for model_part in model_parts
@@ -102,20 +102,20 @@ def _read_shards(
     whole = {k: v for reading in readings for k, v in reading.whole.items()}
     uncut = _uncut(tag, parts, readings)
     if uncut is not None:
-        paths = chain.from_iterable(files.optimizer_files for files in parts)
-        others = [*others, *zip(paths, uncut.files, strict=True)]
-    files_ = adopt_files(others, sources, tensors, whole)
+        paths = chain.from_iterable(part.optimizer_files for part in parts)
+        sidecars = [*sidecars, *zip(paths, uncut.files, strict=True)]
+    other_files = adopt_files(sidecars, sources, tensors, whole)
     checkpoint = Checkpoint(
         tag=tag,
         layout=layout,
         tensors=tuple(tensors),
         model_parts=tuple(model_parts),
         module_dtype=readings[0].module_dtype,
-        files=files_,
+        files=other_files,
         notes=(*sources.notes, *dict.fromkeys(note for r in readings for note in r.notes)),
         uncut=uncut,
-        is_bf16="bf16_" in found.prefixes,
-        accelerate_step=accelerate_step(others, layout.world_size * len(readings)),
+        is_bf16="bf16_" in files.prefixes,
+        accelerate_step=accelerate_step(sidecars, layout.world_size * len(readings)),
     )
     frozen = {k: v for reading in readings for k, v in reading.shards.items()}
     part_maps = [reading.part_map for reading in readings]
@@ -153,16 +153,16 @@ def _check_model_parts(readings: Sequence[ModelPartReading], paths: Sequence[Pat
 
 
 def _check_parts(
-    found: TagFiles, parts: Sequence[ModelPartFiles], model_parts: Sequence[ModelPart], stage: int
+    files: TagFiles, parts: Sequence[ModelPartFiles], model_parts: Sequence[ModelPart], stage: int
 ) -> None:
     """Refuse layer and expert files that cannot be opened, and missing layers and experts."""
     model = model_parts[0].model_state
-    for path in found.parts:
+    for path in files.parts:
         torch_file.read(path, -1)
-    present = {path.name for path in found.parts}
+    present = {path.name for path in files.parts}
     if model[names.MODULE_STATE] is None and not present:
         message = "no layer_*-model_states.pt file, in which a pipeline keeps the weights: copy"
-        raise IncompleteError(f"{message} them from the nodes that saved them", path=found.tag_dir)
+        raise IncompleteError(f"{message} them from the nodes that saved them", path=files.tag_dir)
     if model[names.MODULE_STATE] is None:
         # Not at the top: only pipelines have files of layers.
         from streamshard.formats.deepspeed.model_parallel.missing_layers import (
@@ -171,17 +171,17 @@ def _check_parts(
         )
 
         listed = [listed_in(model_part) for model_part in model_parts]
-        raise_first(missing_layers(found.tag_dir, listed, present))
+        raise_first(missing_layers(files.tag_dir, listed, present))
     # A training script may keep an entry of this name: then there are neither groups nor files.
     has_experts = bool(present) or (model_parts[0].trains_experts and stage < 3)
     counts = model.get(names.EXPERT_COUNTS)
     for layer, count in enumerate(counts if isinstance(counts, list) else []):
         for expert in range(count if has_experts and isinstance(count, int) else 0):
-            for files in parts:
-                wanted = names.expert_file(layer, expert, files.mp_rank)
+            for part in parts:
+                wanted = names.expert_file(layer, expert, part.mp_rank)
                 if wanted not in present:
                     message = f"missing; layer {layer} has {count} experts: copy it from the node"
-                    raise IncompleteError(f"{message} that saved it", path=found.tag_dir / wanted)
+                    raise IncompleteError(f"{message} that saved it", path=files.tag_dir / wanted)
 
 
 def accelerate_step(others: Sequence[tuple[Path, str]], world_size: int) -> int | None:
@@ -202,14 +202,14 @@ def accelerate_step(others: Sequence[tuple[Path, str]], world_size: int) -> int 
 
 
 def adopt_files(
-    others: Sequence[tuple[Path, str]],
+    sidecars: Sequence[tuple[Path, str]],
     sources: SourceFiles,
     tensors: list[LogicalTensor],
     whole: dict[int, tuple[int, int]],
 ) -> tuple[OtherFile, ...]:
     files = []
     numbers = {file.path: number for number, file in enumerate(sources.files)}
-    for path, relative in others:
+    for path, relative in sidecars:
         index = numbers[path] if path in numbers else sources.add(path)
         whole[len(tensors)] = (index, 0)
         tensors.append(LogicalTensor(FILE, relative, "uint8", (sources.files[index].nbytes,)))

@@ -186,8 +186,8 @@ class OptimizerWriter:
         masters, states = [], {}
         members: dict[int, list[int]] = {group.number: [] for group in self._model_part.groups}
         sharers = dict(self._model_part.held_by(rank, self._layout))
-        held = [sub_group for sub_group in self._sub_groups if sub_group.group in sharers]
-        for unit, sub_group in enumerate(held):
+        sub_groups = [sub_group for sub_group in self._sub_groups if sub_group.group in sharers]
+        for unit, sub_group in enumerate(sub_groups):
             param_group, sharer = (
                 self._model_part.groups[sub_group.group],
                 sharers[sub_group.group],
@@ -203,22 +203,22 @@ class OptimizerWriter:
         return {
             names.ZERO_STAGE: self._stage_enum(),
             names.PARTITION_COUNT: self._layout.world_size,
-            names.AUTO_EXPERT_GROUPS: self._sharing(held, rank),
+            names.AUTO_EXPERT_GROUPS: self._sharing(sub_groups, rank),
             names.OPTIMIZER: self._inner(states, [*members.values()], rank),
             names.FLAT_GROUPS_3: masters,
         }
 
-    def _sharing(self, held: Sequence[SubGroup], rank: int) -> list[Node]:
+    def _sharing(self, sub_groups: Sequence[SubGroup], rank: int) -> list[Node]:
         """Return what AutoEP notes of sub-groups: `_zero3_partition_group_metadata` (stage 3)."""
         if not self._model_part.model_state.get(names.AUTO_EXPERTS):
             return []
         entries = self._model_part.hyper_parameters
-        found: list[Node] = []
-        for unit, sub_group in enumerate(held):
+        metadata: list[Node] = []
+        for unit, sub_group in enumerate(sub_groups):
             group = self._model_part.groups[sub_group.group]
             entry, degree = entries[group.number], group.expert_parallel
             is_fused = names.is_of_experts(entry)
-            found.append(
+            metadata.append(
                 {
                     "sub_group": unit,
                     "partition_count": self._layout.world_size // degree,
@@ -228,7 +228,7 @@ class OptimizerWriter:
                     "group_names": [entry[names.GROUP_NAME] if is_fused else "replicated"],
                 }
             )
-        return found
+        return metadata
 
     def _unit_attributes(self, group: ParamGroup, sub_group: SubGroup) -> Mapping[str, Node]:
         """Build the `ds_id` that names a sub-group by its first and last parameter.

@@ -56,7 +56,7 @@ class ModuleWriter:
         if self._layout.stage == 0:
             return self._uncut(module)
         shapes, fragments = self._frozen(module, rank)
-        given = {names.DS_CONFIG: self._config} if self._is_config_of_engine() else {}
+        config = {names.DS_CONFIG: self._config} if self._is_config_of_engine() else {}
         state = {
             # None with pipeline parallelism, where each layer has a separate file.
             names.MODULE_STATE: None if source[names.MODULE_STATE] is None else module,
@@ -69,7 +69,7 @@ class ModuleWriter:
         # Another stage may need entries that an old DeepSpeed did not save for the source's stage.
         crosses = self._layout.stage != self._source.layout.stage
         known = {key: value for key, value in state.items() if crosses or key in source}
-        return {**self._of_rank(rank or 0), **known, **given}
+        return {**self._of_rank(rank or 0), **known, **config}
 
     def _of_rank(self, rank: int) -> Mapping[str, Node]:
         """Return the source's dict as a data-parallel rank saves it."""
@@ -143,7 +143,7 @@ class ModuleWriter:
             listed = {name: kept for name, kept in listed.items() if name not in self._entries}
         return {**tied, **listed}
 
-    def _module_entry(self, entry: ModuleEntry, made: Mapping[str, Node]) -> Node:
+    def _module_entry(self, entry: ModuleEntry, tensors: Mapping[str, Node]) -> Node:
         if entry.kind == "extra":
             return self._model_part.model_state[names.MODULE_STATE][entry.name]
         tied = self._entries.get(entry.alias_of) if entry.kind == "alias" else None
@@ -157,8 +157,8 @@ class ModuleWriter:
             return make_tensor(Storage(self._entry_dtype(entry), 0, Literal(b"")), (0,))
         if tied is not None:
             if self._is_cloned:
-                return self._module_entry(replace(tied, shape=entry.shape), made)
-            return make_tensor(made[entry.alias_of].args[0], entry.shape)
+                return self._module_entry(replace(tied, shape=entry.shape), tensors)
+            return make_tensor(tensors[entry.alias_of].args[0], entry.shape)
         numel, content = math.prod(entry.shape), self._entry_content(entry)
         return make_tensor(Storage(self._entry_dtype(entry), numel, content), entry.shape)
 
@@ -180,7 +180,7 @@ class ModuleWriter:
         return shapes is None and self._layout.bf16_optimizer
 
     def _param_shapes(self) -> list[Node]:
-        known = {
+        params = {
             tensor: shown
             for group in self._model_part.groups
             if group.expert_rank == 0
@@ -190,15 +190,15 @@ class ModuleWriter:
             units = [
                 self._model_part.groups[s.group].params[s.first : s.stop] for s in self._sub_groups
             ]
-            listed = [[name for name in unit if name in known] for unit in units]
+            listed = [[name for name in unit if name in params] for unit in units]
             listed = [unit for unit in listed if unit]
         else:
             listed = []
             for group, flat in zip(self._model_part.groups, self._flat_groups, strict=True):
-                own = [name for name in group.params if name in known]
+                own = [name for name in group.params if name in params]
                 listed += [] if group.expert_rank else [[own[index] for index in flat.order]]
         return [
-            OrderedDict((known[name][0], self._shape(known[name][1])) for name in unit)
+            OrderedDict((params[name][0], self._shape(params[name][1])) for name in unit)
             for unit in listed
         ]
 
@@ -207,12 +207,12 @@ class ModuleWriter:
         counts = self._model_part.tensor_counts(group)
         starts = accumulate(counts, initial=0)
         both = zip(self._model_part.serialized(group), counts, starts, strict=False)
-        found = {}
+        shapes = {}
         for name, count, start in both:
             tensor = group.params[start]
             own = self._shapes[tensor]
-            found[tensor] = name, own if tensor == name else (count, *own)
-        return found
+            shapes[tensor] = name, own if tensor == name else (count, *own)
+        return shapes
 
     def _frozen(self, module: Mapping[str, Node], rank: int | None) -> tuple[Node, Node]:
         """Return shapes and fragments of the frozen parameters; stage 1 saves neither."""
@@ -295,15 +295,15 @@ def model_files(target: ZeroTarget) -> Iterator[FileImage]:
         path = f"{place}/{names.model_file(None, mp_rank)}"
         yield FileImage(path, cache(lambda: serialize(writer.file(None))))
         return
-    made: dict[bool, Serialized] = {}
+    contents: dict[bool, Serialized] = {}
     is_own = _tells_rank(target)
 
     def serialized(rank: int, *, lists_tied: bool) -> Serialized:
         if is_own:
             return serialize(writer.file(rank))
-        if lists_tied not in made:
-            made[lists_tied] = serialize(writer.file(rank))
-        return made[lists_tied]
+        if lists_tied not in contents:
+            contents[lists_tied] = serialize(writer.file(rank))
+        return contents[lists_tied]
 
     for rank in range(target.layout.world_size):
         lists_tied = bool(writer.shared_params(rank))
