@@ -187,27 +187,27 @@ class _Common:
             held = root.get(_OPTIMIZER) if isinstance(root, dict) else None
             require_unrolled((held,))
             optimizers = list(_optimizers(held))
-            listed = [one[dcp_names.PARAM_GROUPS] for one in optimizers]
+            listed = [optimizer[dcp_names.PARAM_GROUPS] for optimizer in optimizers]
             groups = [group for own in listed if isinstance(own, list) for group in own]
             if not groups or not all(isinstance(group, dict) for group in groups):
                 raise CorruptFileError("lists no param groups of the optimizer")
             steps = [_step(path, group[STEP]) for group in groups if group.get(STEP) is not None]
-            for one in optimizers:
-                state = one.get(dcp_names.STATE)
+            for optimizer in optimizers:
+                state = optimizer.get(dcp_names.STATE)
                 if isinstance(state, dict) and "common_step" in state:
                     steps.append(_step(path, state["common_step"]))
             if len(set(steps)) > 1:
                 few = " and ".join(map(str, sorted(set(steps))[:2]))
                 raise DisagreementError(f"its param groups are at different steps, {few}")
-        first, *others = groups
+        first, *other_groups = groups
         options = {key: value for key, value in first.items() if key not in _NOT_OPTIONS}
         every = dict.fromkeys(key for group in groups for key in group if key not in _NOT_OPTIONS)
-        same = {
+        shared_options = {
             key: value
             for key, value in options.items()
-            if is_plain(value) and all(_is_same(other, key, value) for other in others)
+            if is_plain(value) and all(_is_same(other, key, value) for other in other_groups)
         }
-        return cls(steps, same, [key for key in every if key not in same])
+        return cls(steps, shared_options, [key for key in every if key not in shared_options])
 
     def remarks(self) -> Iterator[str]:
         if self.differing:
