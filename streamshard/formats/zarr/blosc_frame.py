@@ -85,12 +85,12 @@ def pieces(
     while first < count:
         # Blosc decodes a last block that is shorter than others only after another.
         last = first + few if count - first > few + 1 else count
-        start, stop, own = first * block, min(last * block, content_bytes), 4 * (last - first)
+        start, stop, toc_bytes = first * block, min(last * block, content_bytes), 4 * (last - first)
         size = int(starts[last] - starts[first])
-        frame = room(HEADER_BYTES + own + size)
+        frame = room(HEADER_BYTES + toc_bytes + size)
         frame[:HEADER_BYTES] = make_header(header, stop - start, len(frame))
-        places = starts[first:last] - starts[first] + (HEADER_BYTES + own)
-        frame[HEADER_BYTES : HEADER_BYTES + own] = places.data.cast("B")
-        read(frame[HEADER_BYTES + own :])
+        places = starts[first:last] - starts[first] + (HEADER_BYTES + toc_bytes)
+        frame[HEADER_BYTES : HEADER_BYTES + toc_bytes] = places.data.cast("B")
+        read(frame[HEADER_BYTES + toc_bytes :])
         yield start, stop, frame
         first = last

@@ -149,14 +149,14 @@ class EncodedChunk:
         """Read the chunk, and decompress what is wanted of it into the caller's memory."""
         taken = _InOrder(file, self._stored_bytes)
         try:
-            found = self._decoded(taken, stored, content, part)
+            piece = self._decoded(taken, stored, content, part)
         except (IntegrityError, RuntimeError, ValueError) as error:
             self._require_intact(taken, stored)  # damage is why, if there is any
             if isinstance(error, IntegrityError):
                 raise IntegrityError(f"{error}", path=self._path) from error
             raise
         self._require_intact(taken, stored)
-        return found
+        return piece
 
     def _decoded(
         self, taken: "_InOrder", stored: Memory, content: Memory, part: tuple[int, int] | None
@@ -167,11 +167,11 @@ class EncodedChunk:
             low, high = max(first, start), min(last, stop)
             if low < high:
                 is_whole = (low, high) == (first, last)
-                own = view[low - start : high - start]
-                piece = own if is_whole else memoryview(bytearray(last - first))
+                target = view[low - start : high - start]
+                piece = target if is_whole else memoryview(bytearray(last - first))
                 self._codec.decode(frame, piece)
                 if not is_whole:
-                    own[:] = piece[low - first : high - first]
+                    target[:] = piece[low - first : high - first]
         return start, view
 
     def _require_intact(self, taken: "_InOrder", room: Memory) -> None:
@@ -204,11 +204,11 @@ class _InOrder:
     def __call__(self, view: memoryview) -> None:
         if self._file.takes_requests:
             self._file.will_need(self.at, self._encoded_bytes - self.at)
-        found = view[: self._file.read_into(view, self.at)]
-        self.at += len(found)
-        self.crc32 = crc32(found, self.crc32)
-        self.crc32c = crc32c(found, self.crc32c)
-        if len(found) < len(view):
+        piece = view[: self._file.read_into(view, self.at)]
+        self.at += len(piece)
+        self.crc32 = crc32(piece, self.crc32)
+        self.crc32c = crc32c(piece, self.crc32c)
+        if len(piece) < len(view):
             raise IntegrityError("cut off")
 
     def read_rest(self, room: Memory) -> None:

@@ -89,11 +89,11 @@ def store_documents(
     checkpoint: Checkpoint, chunk_shapes: ChunkShapes, codec: str
 ) -> dict[str, bytes]:
     paths = list(map(array_path, checkpoint.tensors))
-    found = dict.fromkeys(group_paths(paths), group_document())
-    found["zarr.json"] = group_document({ROOT_KEY: _attributes(checkpoint)})
+    documents = dict.fromkeys(group_paths(paths), group_document())
+    documents["zarr.json"] = group_document({ROOT_KEY: _attributes(checkpoint)})
     for tensor, path, chunk in zip(checkpoint.tensors, paths, chunk_shapes, strict=True):
-        found[f"{path}/zarr.json"] = array_document(path, tensor, chunk, codec)
-    return found
+        documents[f"{path}/zarr.json"] = array_document(path, tensor, chunk, codec)
+    return documents
 
 
 def group_paths(arrays: Iterable[str]) -> Iterator[str]:

@@ -199,11 +199,11 @@ class PackedDirectory:
         ours or without extra fields, the header is not read.
         """
         entry, end = self.entry_of(row)
-        own = PackedEntry(entry.name.decode(), entry.header, entry.nbytes)
+        expected = PackedEntry(entry.name.decode(), entry.header, entry.nbytes)
         bare = entry.header + LOCAL.size + len(entry.name)
         if file.takes_requests:
-            if own.end == end and self.serialized(entry) == own.central(entry.crc32):
-                return own.content
+            if expected.end == end and self.serialized(entry) == expected.central(entry.crc32):
+                return expected.content
             if bare + entry.nbytes == end and not entry.follows:
                 return bare
         return self.header_of(row, file).start
@@ -234,11 +234,11 @@ def _require_distinct(names: Iterable[bytes]) -> None:
     for name in names:
         while begins and not name.startswith(begins[-1]):
             begins.pop()
-        for one in begins:
-            if len(name) == len(one):
-                raise CorruptFileError(f"two entries are called {show(one.decode())}")
-            if name.startswith(b"/", len(one)):
-                raise CorruptFileError(f"entry {show(one.decode())} is a file and a directory")
+        for prefix in begins:
+            if len(name) == len(prefix):
+                raise CorruptFileError(f"two entries are called {show(prefix.decode())}")
+            if name.startswith(b"/", len(prefix)):
+                raise CorruptFileError(f"entry {show(prefix.decode())} is a file and a directory")
         begins.append(name)
 
 

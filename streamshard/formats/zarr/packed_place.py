@@ -155,16 +155,16 @@ class PackedStores(Place):
     def _read(self, archive: Path, version: str | None) -> PackedDirectory:
         name = str(archive)
         with self._lock:
-            found = self._known.get(name)
-            if found is None or found.status.version != version:
+            directory = self._known.get(name)
+            if directory is None or directory.status.version != version:
                 status = examine(archive)
-                if found is None or found.status != status:
-                    found = PackedDirectory(archive, status)
-            self._known[name] = found
+                if directory is None or directory.status != status:
+                    directory = PackedDirectory(archive, status)
+            self._known[name] = directory
             self._known.move_to_end(name)
             while len(self._known) > _KEPT:
                 self._known.popitem(last=False)
-        return found
+        return directory
 
     def _find(self, path: Path) -> tuple[PackedDirectory, int | None]:
         """Return a file's directory and its number there; None for the number of a directory."""
@@ -180,11 +180,11 @@ class PackedStores(Place):
         return directory.status_of(row)
 
     def entries(self, directory: Path) -> Iterator[Entry]:
-        found, row = self._find(directory)
+        packed, row = self._find(directory)
         if row is not None:
             raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(directory))
-        for name, number in found.children(_split(directory)[1]):
-            status = found.status_of(number)
+        for name, number in packed.children(_split(directory)[1]):
+            status = packed.status_of(number)
             yield Entry(directory / name, status.is_directory, is_link=False, known=status)
 
     def resolve(self, path: Path) -> Path:

@@ -87,43 +87,43 @@ def _read_rewritten(
 ) -> bytes:
     from streamshard.formats.zarr.rewritten import open_rewritten  # it loads zarr-python
 
-    found = open_rewritten(root, path, document, "")
-    stored = sum(file.nbytes for file in found.files.values())
+    rewrite = open_rewritten(root, path, document, "")
+    stored = sum(file.nbytes for file in rewrite.files.values())
     most = max(_FREE_BYTES, _MOST_PER_STORED_BYTE * stored)
-    (nbytes,), (chunk,) = document["shape"], found.chunk
+    (nbytes,), (chunk,) = document["shape"], rewrite.chunk
     if max(nbytes, chunk) > most:
         message = f"claims {nbytes:,} bytes in chunks of {chunk:,}, and its files have {stored:,}"
         message = f"{message}: {most:,} is most. Store it without compression"
-        raise CorruptFileError(message, path=found.directory)
-    room = memoryview(bytearray(found.piece_bytes(0)))
-    content = b"".join(bytes(found.read(number, room)) for number in range(found.pieces))
+        raise CorruptFileError(message, path=rewrite.directory)
+    room = memoryview(bytearray(rewrite.piece_bytes(0)))
+    content = b"".join(bytes(rewrite.read(number, room)) for number in range(rewrite.pieces))
     if manifest is None:
-        if found.missing:
-            raise IncompleteError(f"not whole{found.missing_text}", path=found.directory)
+        if rewrite.missing:
+            raise IncompleteError(f"not whole{rewrite.missing_text}", path=rewrite.directory)
         return content
     record = manifest.records.get(f"{path}/c/0")
     data = content + serialize_checksum(crc32c(content))
     if record is None or (len(data), [crc32(data)]) != (record.nbytes, record.crc32s.tolist()):
         message = "rewritten by another tool, and not with the same"
         message = f"{message} content: it is not what the manifest records"
-        raise IntegrityError(f"{message}{found.missing_text}", path=found.directory)
+        raise IntegrityError(f"{message}{rewrite.missing_text}", path=rewrite.directory)
     return content
 
 
-def is_serialized_again(found: bytes, expected: bytes) -> bool:
+def is_serialized_again(serialized: bytes, expected: bytes) -> bool:
     """Tell whether a document differs from ours only in how a JSON library laid it out.
 
     It may repeat what documents below it say, as consolidated metadata.
     """
     try:
-        document, wanted = strict_json.parse(found), json.loads(expected)
-        if not isinstance(document, dict) or found not in _layouts(document):
+        document, wanted = strict_json.parse(serialized), json.loads(expected)
+        if not isinstance(document, dict) or serialized not in _layouts(document):
             return False
     except ValueError:
         return False
     document.pop("consolidated_metadata", None)
-    known = forms(wanted) if "codecs" in wanted else [wanted]  # without codecs, a group's
-    return any(_EMPTY | document == _EMPTY | form for form in known)
+    variants = forms(wanted) if "codecs" in wanted else [wanted]  # without codecs, a group's
+    return any(_EMPTY | document == _EMPTY | form for form in variants)
 
 
 def _layouts(document: Mapping[str, Any]) -> Iterator[bytes]:

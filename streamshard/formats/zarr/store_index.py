@@ -168,18 +168,18 @@ class StoreIndex:
         """Compare the root's document with what is known of the store."""
         try:
             require_inside(self.root / ROOT_DOCUMENT, self.root)
-            found = _described(self.root)
+            entries = _described(self.root)
         except SourceError as error:
             yield error
             return
-        if found is None:
+        if entries is None:
             message = "a Zarr hierarchy, but not one that streamshard wrote"
             yield SourceNotFoundError(message, path=self.root)
-        elif found[VERSION_KEY] != store_state.VERSION:
-            version, known = show(found[VERSION_KEY]), store_state.VERSION
+        elif entries[VERSION_KEY] != store_state.VERSION:
+            version, known = show(entries[VERSION_KEY]), store_state.VERSION
             message = f"store format {version}; this streamshard reads {known}: use"
             yield UnsupportedError(f"{message} the one that wrote it", path=self.root)
-        elif self.checkpoint and (WEIGHTS_KEY in found) != (self.checkpoint.dropped is not None):
+        elif self.checkpoint and (WEIGHTS_KEY in entries) != (self.checkpoint.dropped is not None):
             message = "does not tell as the training state does"
             yield CorruptFileError(
                 f"{message} whether the store holds weights only", path=self.root / ROOT_DOCUMENT
@@ -215,12 +215,12 @@ class StoreIndex:
                 yield from self._chunk_faults(array, self.manifest)
                 continue
             try:
-                found = self._add_rewritten(array, self.manifest)
+                is_rewritten = self._add_rewritten(array, self.manifest)
             except (SourceError, IntegrityError) as error:
                 self.not_ours.add(array.path)
                 yield error
                 continue
-            if not found:
+            if not is_rewritten:
                 yield from self._chunk_faults(array, self.manifest)
 
     def cutting(self) -> Cutting:
@@ -375,14 +375,14 @@ class StoreIndex:
         # Only here and for small arrays, because it loads zarr-python.
         from streamshard.formats.zarr.rewritten import RewrittenPiece, open_rewritten
 
-        found = open_rewritten(self.root, path, document, manifest.digests.get(path))
+        rewrite = open_rewritten(self.root, path, document, manifest.digests.get(path))
         self.not_ours.add(path)
-        self.rewritten[path] = found
-        for number in range(found.pieces):
-            self.files.append(replace(found.document, decoder=RewrittenPiece(found, number)))
+        self.rewritten[path] = rewrite
+        for number in range(rewrite.pieces):
+            self.files.append(replace(rewrite.document, decoder=RewrittenPiece(rewrite, number)))
         # Nothing is read from these; the run ends with an error if one of them changes.
-        self.files += found.files.values()
-        self.codec_bytes = max(self.codec_bytes, found.codec_bytes)
+        self.files += rewrite.files.values()
+        self.codec_bytes = max(self.codec_bytes, rewrite.codec_bytes)
         return True
 
 

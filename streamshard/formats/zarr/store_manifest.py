@@ -119,10 +119,10 @@ def is_measured(tensor: LogicalTensor) -> bool:
 
 
 def health_of_all(
-    tensors: Iterable[LogicalTensor], known: Mapping[str, TensorHealth]
+    tensors: Iterable[LogicalTensor], recorded: Mapping[str, TensorHealth]
 ) -> dict[str, TensorHealth] | None:
     """Return what is known of the tensors of floats; None unless it is known of each."""
     floats = {array_path(tensor): tensor.numel for tensor in tensors if is_measured(tensor)}
-    measured = {name: known[name] for name in floats if name in known}
+    measured = {name: recorded[name] for name in floats if name in recorded}
     is_whole = {name: health.numel for name, health in measured.items()} == floats
     return measured if is_whole else None

@@ -144,15 +144,15 @@ def require_readable(data: bytes) -> None:
 
 def blobs_in(checkpoint: Checkpoint) -> set[int]:
     """Return the numbers of the tensors that hold storages of the training state."""
-    found: set[int] = set()
+    numbers: set[int] = set()
 
     class Noting(dict[int, int]):
         def __missing__(self, tensor: int) -> int:
-            found.add(tensor)
+            numbers.add(tensor)
             return tensor
 
     dump(checkpoint, (), Noting())
-    return found
+    return numbers
 
 
 def without(checkpoint: Checkpoint, left_out: Collection[int]) -> Checkpoint:
@@ -172,13 +172,13 @@ def _looked_into(root: Node) -> list[Node]:
 
     Of thousands of tensors each is refused at once if it is not a few short values.
     """
-    found = [value for key, value in root.items() if key not in _FLAT_LISTS]
+    nodes = [value for key, value in root.items() if key not in _FLAT_LISTS]
     for model_part in root["families"]:
         for key, value in model_part.items():
             carried = value if key in ("model_state", "optimizer_file") else {}
-            found += [carried[known] for known in names.LOOKED_INTO if known in carried]
-            found += [] if carried else [value]
-    return found
+            nodes += [carried[known] for known in names.LOOKED_INTO if known in carried]
+            nodes += [] if carried else [value]
+    return nodes
 
 
 def _values(noun: object) -> tuple[Any, ...]:
@@ -353,12 +353,12 @@ def _require_consistent(checkpoint: Checkpoint) -> None:
 
 
 def _require_no_states(checkpoint: Checkpoint) -> None:
-    left = {tensor.state for tensor in checkpoint.tensors} - {MASTER, MODULE, BLOB, FILE}
+    state_names = {tensor.state for tensor in checkpoint.tensors} - {MASTER, MODULE, BLOB, FILE}
     for model_part in checkpoint.model_parts:
         for group in model_part.groups:
-            left |= {*(group.states or ())}
-    if left:
-        raise CorruptFileError(f"is said to hold weights only, and holds {show(min(left))}")
+            state_names |= {*(group.states or ())}
+    if state_names:
+        raise CorruptFileError(f"is said to hold weights only, and holds {show(min(state_names))}")
 
 
 def _require_tensors(
