@@ -121,14 +121,14 @@ class InertUnpickler(_PythonUnpickler):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Global:
         """Return a name without importing it."""
-        found = self._globals.get((module, name))
-        if found is None:
+        reference = self._globals.get((module, name))
+        if reference is None:
             # In protocol 2 a line break would end the name, and the rest would be opcodes.
             if "\n" in module + name or len(module) + len(name) > _LIMIT_NAME:
                 raise CorruptFileError("pickle names something by what is not a name")
             (module + name).encode()  # raises ValueError at what protocol 2 cannot write
-            found = self._globals[module, name] = Global(module, name)
-        return found
+            reference = self._globals[module, name] = Global(module, name)
+        return reference
 
     # The memo -----------------------------------------------------------------------------------
 
@@ -167,11 +167,11 @@ class InertUnpickler(_PythonUnpickler):  # type: ignore[misc]
             if type(target) is Call and target.state is UNSET and not dropped.new:
                 target.setter, target.state = dropped.function, dropped.args[1]
             return
-        made = self._gets_next()
-        if type(made) is Call:
+        successor = self._gets_next()
+        if type(successor) is Call:
             # The object was built inside its own arguments. The pickle takes it from the memo.
             lists = {id(arg) for arg in dropped.args if type(arg) is list}
-            made.shares |= any(id(arg) in lists for arg in made.args[:_LIMIT_ARGUMENTS])
+            successor.shares |= any(id(arg) in lists for arg in successor.args[:_LIMIT_ARGUMENTS])
 
     def _gets_next(self) -> Node:
         """Return the memo value that the next opcode would push; None if it pushes none."""
@@ -187,11 +187,11 @@ class InertUnpickler(_PythonUnpickler):  # type: ignore[misc]
 
     def weigh(self) -> None:
         """Check the tuple on top, if it contains tuples: hashing it must be safe."""
-        made = self.stack[-1]
-        if tuple not in map(type, made):
+        top = self.stack[-1]
+        if tuple not in map(type, top):
             return
-        depth, parts = 0, len(made)
-        for part in made:
+        depth, parts = 0, len(top)
+        for part in top:
             if type(part) is tuple:
                 _, deeper, more = self._nested.get(id(part), (part, 1, len(part)))
                 parts += more
@@ -200,7 +200,7 @@ class InertUnpickler(_PythonUnpickler):  # type: ignore[misc]
             raise UnsupportedError(f"pickle has more than {_LIMIT_DEPTH} tuples in each other")
         if parts > self._nbytes + _LIMIT_SHARED:
             raise UnsupportedError(f"pickle has a tuple of {parts:,} parts, most of them again")
-        self._nested[id(made)] = made, depth + 1, parts
+        self._nested[id(top)] = top, depth + 1, parts
 
     def extend(self, values: list[Node]) -> None:
         """Append to the list on top, or to a call that builds one."""

@@ -158,14 +158,14 @@ _WITH_PARTS: Final = (Call, Global, dict, list, tuple)
 
 
 def _dangerous_in(node: Node) -> set[Global]:
-    found: set[Global] = set()
+    dangers: set[Global] = set()
     seen: set[int] = set()
     stack = [node]
     while stack:
         node = stack.pop()
         if isinstance(node, Global):
             if _is_dangerous(node):
-                found.add(node)
+                dangers.add(node)
             continue
         if id(node) in seen:
             continue
@@ -174,7 +174,7 @@ def _dangerous_in(node: Node) -> set[Global]:
         if inner or isinstance(node, Call) or len(node) > _MOST_PLAIN:
             seen.add(id(node))
         stack += inner
-    return found
+    return dangers
 
 
 _DANGER: Final = (
