@@ -59,7 +59,7 @@ class CachedParse:
     """Offsets of the records whose checksums may differ between the files; ascending."""
     crc32s: NDArray[np.uint32]
     """Checksums of these records in this file; 0 if the file does not record one."""
-    others: NDArray[np.uint32]
+    earlier_crc32s: NDArray[np.uint32]
     """Checksums of these records in the earlier file; 0 likewise."""
     nbytes: Offsets
     """Sizes of these records in either file."""
@@ -76,7 +76,7 @@ class CachedParse:
 
     def changed(self) -> frozenset[int]:
         """Return the offsets of records whose bytes may differ from the earlier file's."""
-        unlike = (self.crc32s != self.others) | (self.crc32s == 0)
+        unlike = (self.crc32s != self.earlier_crc32s) | (self.crc32s == 0)
         return frozenset(self.places[unlike].tolist())
 
     def crc32(self, storage: Storage) -> int | None:
@@ -94,12 +94,12 @@ class ParseCache:
         self._headers: dict[int, _Header] = {}
         """File size → header of the last parsed file of that size."""
 
-    def remember(self, path: Path, found: TorchFile) -> None:
+    def remember(self, path: Path, archive: TorchFile) -> None:
         file_bytes = examine(path).nbytes
-        ends = (one.entry + NAME_IN_ENTRY + len(one.name.encode()) for one in found.records)
+        ends = (one.entry + NAME_IN_ENTRY + len(one.name.encode()) for one in archive.records)
         if file_bytes < max(ends):  # cut off since it was parsed
             return
-        header = _Header(found, file_bytes, _device_digits(torch_file.pickled(path, found)))
+        header = _Header(archive, file_bytes, _device_digits(torch_file.pickled(path, archive)))
         read = header.read(path) if header.nbytes <= _LIMIT_BYTES else None
         if read is None:
             return
@@ -126,11 +126,11 @@ class _Header:
     crc32s: NDArray[np.uint32]
     """Checksums of the records at `places`, which are blanked."""
 
-    def __init__(self, found: TorchFile, file_bytes: int, digits: Offsets) -> None:
-        self.root = found.root
-        records = found.records
-        own = [record.name.partition("/")[2] for record in records]
-        is_read = [name in torch_file.LOOKED_INTO for name in own]
+    def __init__(self, archive: TorchFile, file_bytes: int, digits: Offsets) -> None:
+        self.root = archive.root
+        records = archive.records
+        names = [record.name.partition("/")[2] for record in records]
+        is_read = [name in torch_file.LOOKED_INTO for name in names]
         entries = np.array([record.entry for record in records], dtype=np.int64)
         starts = np.array([*(record.header for record in records), entries.min()], dtype=np.int64)
         ends = (one.start + one.nbytes * read for one, read in zip(records, is_read, strict=True))
@@ -150,12 +150,12 @@ class _Header:
         self._names = np.r_[headers + NAME_IN_HEADER, entries + NAME_IN_ENTRY]
         """Places of the root folder's name, with which the name of every record begins."""
         self._name_bytes = len(records[0].name.partition("/")[0].encode())
-        pickled = own.index(PICKLE)
+        pickled = names.index(PICKLE)
         filled = [n for n, record in enumerate(records) if record.nbytes and not is_read[n]]
         self.places = np.array([records[number].start for number in filled], dtype=np.int64)
         """Offsets of the records whose checksums may differ."""
         self.sizes = np.array([records[number].nbytes for number in filled], dtype=np.int64)
-        self.record_names = tuple(own[number] for number in filled)
+        self.record_names = tuple(names[number] for number in filled)
         self._crc32s = entries[[*filled, pickled]] + CRC32_IN_ENTRY
         """Places of these checksums, and of the pickle's."""
         start = int(places[pickled]) + records[pickled].start - records[pickled].header

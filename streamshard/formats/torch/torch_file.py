@@ -48,11 +48,11 @@ class TorchFile:
     def recorded(self) -> RecordCrcs:
         """The checksums of its records."""
         listed = [(record.name.partition("/")[2], record) for record in self.records]
-        known = [r for name, r in listed if r.nbytes and r.crc32 and name not in LOOKED_INTO]
-        starts = np.array([record.start for record in known], dtype=np.int64)
-        nbytes = np.array([record.nbytes for record in known], dtype=np.int64)
-        crc32s = np.array([record.crc32 for record in known], dtype=np.uint32)
-        names = tuple(record.name.partition("/")[2] for record in known)
+        records = [r for name, r in listed if r.nbytes and r.crc32 and name not in LOOKED_INTO]
+        starts = np.array([record.start for record in records], dtype=np.int64)
+        nbytes = np.array([record.nbytes for record in records], dtype=np.int64)
+        crc32s = np.array([record.crc32 for record in records], dtype=np.uint32)
+        names = tuple(record.name.partition("/")[2] for record in records)
         return RecordCrcs(starts, starts + nbytes, crc32s, names)
 
     @property
@@ -78,14 +78,14 @@ def read_content(source: Readable, path: Path, file: int) -> TorchFile:
     with of_file(path):
         try:
             zip_directory.refuse_legacy(source)
-            found = read_archive(source)
+            archive = read_archive(source)
         except EndedTooEarlyError as error:
             message = f"not a whole torch file ({error}; {source.nbytes} bytes). Was the save"
             message = f"{message} interrupted? Copy the file again or take an earlier tag"
             raise CorruptFileError(message) from error
-    for storage in found.storages.values():
+    for storage in archive.storages.values():
         storage.file = file
-    return found
+    return archive
 
 
 def pickled(path: Path, found: TorchFile) -> bytes:
@@ -107,13 +107,13 @@ def checksum(storage: Storage) -> int:
 
 def checksum_in(source: Readable, storage: Storage, path: Path) -> int:
     """Compute the CRC-32 of a storage's bytes in its file, which messages call `path`."""
-    found, left = 0, storage.nbytes
-    while left:
-        piece = source.read_at(storage.offset + storage.nbytes - left, min(left, _PIECE_BYTES))
+    crc32, unread = 0, storage.nbytes
+    while unread:
+        piece = source.read_at(storage.offset + storage.nbytes - unread, min(unread, _PIECE_BYTES))
         if not piece:
-            raise CorruptFileError(f"ends {left} bytes before its last storage", path=path)
-        found, left = zlib.crc32(piece, found), left - len(piece)
-    return found
+            raise CorruptFileError(f"ends {unread} bytes before its last storage", path=path)
+        crc32, unread = zlib.crc32(piece, crc32), unread - len(piece)
+    return crc32
 
 
 def read_archive(source: Readable) -> TorchFile:

@@ -202,13 +202,13 @@ def tensor_of(node: Node) -> Tensor | None:
             raise UnsupportedError(f"tensors of dtype {show(named)} are not supported")
     start, shape, stride = _numbers(start, shape, stride)
     lazy = _lazy(args[7 if function == _REBUILD_V3 else 6 :])
-    found = Tensor(storage, start, shape, stride, dtype, requires_grad is True, attributes, lazy)
+    tensor = Tensor(storage, start, shape, stride, dtype, requires_grad is True, attributes, lazy)
     steps = sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
     end = (start + steps + 1) * ITEMSIZE[dtype]
     if 0 not in shape and end > storage.nbytes:
         message = f"tensor with shape {show(shape)}, stride {show(stride)}, start {start} reaches"
         raise CorruptFileError(f"{message} to byte {end} of a storage of {storage.nbytes} bytes")
-    return found
+    return tensor
 
 
 def _lazy(metadata: tuple[Node, ...]) -> tuple[str, ...]:

@@ -115,18 +115,18 @@ def _compare(left: Node, right: Node, name: str) -> Iterator[Found]:
     stack: list[Pair] = [(one, other, _KeyPath(None, name))]
     seen: set[tuple[int, int]] = set()
     while stack:
-        mine, theirs, at = stack.pop()
-        if (id(mine), id(theirs)) in seen:
+        left_node, right_node, at = stack.pop()
+        if (id(left_node), id(right_node)) in seen:
             continue
-        if isinstance(mine, Call | dict | list | tuple):
-            seen.add((id(mine), id(theirs)))
-        tensors = _tensor(mine), _tensor(theirs)
+        if isinstance(left_node, Call | dict | list | tuple):
+            seen.add((id(left_node), id(right_node)))
+        tensors = _tensor(left_node), _tensor(right_node)
         if tensors[0] is not None and tensors[1] is not None:
             yield _compare_tensors(tensors[0], tensors[1], str(at))
             continue
-        below = _below(mine, theirs, at, effort)
+        below = _below(left_node, right_node, at, effort)
         if below is None:
-            yield Disparity(str(at), f"{_shown(mine)} here, {_shown(theirs)} there")
+            yield Disparity(str(at), f"{_shown(left_node)} here, {_shown(right_node)} there")
         else:
             stack += reversed(below)
 
@@ -166,39 +166,39 @@ def _compare_tensors(left: Tensor, right: Tensor, at: str) -> Found:
     return BlobPair(at, places[0], places[1], nbytes, itemsize)
 
 
-def _below(one: Node, other: Node, at: _KeyPath, effort: _Effort) -> list[Pair] | None:
+def _below(left: Node, right: Node, at: _KeyPath, effort: _Effort) -> list[Pair] | None:
     """Pair the nodes directly below two nodes; None if the two nodes themselves differ."""
-    if type(one) is not type(other):
+    if type(left) is not type(right):
         return None
-    if isinstance(one, dict):
-        effort.spend(_PAIR_BYTES * (len(one) + len(other)))
-        return _below_dicts(one, other, at, effort)
-    if isinstance(one, list | tuple):
-        length = max(len(one), len(other))
+    if isinstance(left, dict):
+        effort.spend(_PAIR_BYTES * (len(left) + len(right)))
+        return _below_dicts(left, right, at, effort)
+    if isinstance(left, list | tuple):
+        length = max(len(left), len(right))
         effort.spend(_PAIR_BYTES * length)
-        both = ([*values, *[_ABSENT] * (length - len(values))] for values in (one, other))
+        both = ([*values, *[_ABSENT] * (length - len(values))] for values in (left, right))
         return [(a, b, at.below(f"[{i}]")) for i, (a, b) in enumerate(zip(*both, strict=True))]
-    if isinstance(one, Call):
+    if isinstance(left, Call):
         effort.spend(_PAIR_BYTES)
-        return _below_calls(one, other, at, effort)
-    return [] if _is_same(one, other) else None
+        return _below_calls(left, right, at, effort)
+    return [] if _is_same(left, right) else None
 
 
-def _below_calls(one: Call, other: Call, at: _KeyPath, effort: _Effort) -> list[Pair] | None:
-    sets = _members(one, effort), _members(other, effort)
-    if sets[0] is not None and sets[1] is not None and one.function.name == other.function.name:
+def _below_calls(left: Call, right: Call, at: _KeyPath, effort: _Effort) -> list[Pair] | None:
+    sets = _members(left, effort), _members(right, effort)
+    if sets[0] is not None and sets[1] is not None and left.function.name == right.function.name:
         return [(sets[0], sets[1], at)]
-    if one.new != other.new:
+    if left.new != right.new:
         return None
     made_of = at.below(", what it was made of")
     return [
-        (one.function, other.function, at.below(", its class")),
-        (one.args, other.args, made_of),
-        (one.kwargs, other.kwargs, made_of),
-        (one.items, other.items, at),
-        (one.entries, other.entries, at.below(", its entries")),
-        (one.setter, other.setter, at.below(", what sets its state")),
-        (one.state, other.state, at),
+        (left.function, right.function, at.below(", its class")),
+        (left.args, right.args, made_of),
+        (left.kwargs, right.kwargs, made_of),
+        (left.items, right.items, at),
+        (left.entries, right.entries, at.below(", its entries")),
+        (left.setter, right.setter, at.below(", what sets its state")),
+        (left.state, right.state, at),
     ]
 
 
@@ -220,24 +220,24 @@ def _show_storage(node: Node) -> Node | None:
 
 
 def _below_dicts(
-    one: dict[Node, Node], other: dict[Node, Node], at: _KeyPath, effort: _Effort
+    left: dict[Node, Node], right: dict[Node, Node], at: _KeyPath, effort: _Effort
 ) -> list[Pair]:
-    extra = [vars(d) if isinstance(d, OrderedDict) else {} for d in (one, other)]
-    found: list[Pair] = [(extra[0], extra[1], at)] if any(extra) else []
-    effort.spend(sum(len(key) for key in (*one, *other) if isinstance(key, tuple)))
-    sides = [{_key_value(key): (key, value) for key, value in d.items()} for d in (one, other)]
-    is_clear = len(sides[0]) == len(one) and len(sides[1]) == len(other)
-    if not is_clear or any(map(_is_by_identity, (*one, *other))):
+    extra = [vars(d) if isinstance(d, OrderedDict) else {} for d in (left, right)]
+    pairs: list[Pair] = [(extra[0], extra[1], at)] if any(extra) else []
+    effort.spend(sum(len(key) for key in (*left, *right) if isinstance(key, tuple)))
+    sides = [{_key_value(key): (key, value) for key, value in d.items()} for d in (left, right)]
+    is_clear = len(sides[0]) == len(left) and len(sides[1]) == len(right)
+    if not is_clear or any(map(_is_by_identity, (*left, *right))):
         # Keys that are compared by identity, and several NaN, are paired by position.
         items = at.below(", items")
-        found.append((list(map(list, one.items())), list(map(list, other.items())), items))
-        return found
+        pairs.append((list(map(list, left.items())), list(map(list, right.items())), items))
+        return pairs
     for known in dict.fromkeys([*sides[0], *sides[1]]):
         mine, theirs = (side.get(known) for side in sides)
         key, _ = mine or theirs or (None, None)
         values = [_ABSENT if pair is None else pair[1] for pair in (mine, theirs)]
-        found.append((values[0], values[1], at.below(f".{show_key(key)}")))
-    return found
+        pairs.append((values[0], values[1], at.below(f".{show_key(key)}")))
+    return pairs
 
 
 def _key_value(key: Node) -> Node:
@@ -254,11 +254,11 @@ def _is_by_identity(key: Node) -> bool:
     return isinstance(key, Call)
 
 
-def _is_same(one: Node, other: Node) -> bool:
+def _is_same(left: Node, right: Node) -> bool:
     """Compare two values of one type that are not containers; floats by their bits."""
-    if isinstance(one, float):
-        return struct.pack("<d", one) == struct.pack("<d", other)
-    return bool(one == other)
+    if isinstance(left, float):
+        return struct.pack("<d", left) == struct.pack("<d", right)
+    return bool(left == right)
 
 
 def _shown(node: Node) -> str:

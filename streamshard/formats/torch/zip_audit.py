@@ -96,7 +96,7 @@ class _Auditor:
         self._source = source
 
     def run(self) -> list[StoredRecord]:
-        found = []
+        records = []
         try:
             zip_directory.refuse_legacy(self._source)
             directory = ZipDirectory(self._source, self._add)
@@ -113,8 +113,8 @@ class _Auditor:
             except SourceError as error:
                 self._add(error)
                 continue
-            found.append(self._record(entry, header, stop))
-        return found
+            records.append(self._record(entry, header, stop))
+        return records
 
     def _add(self, error: SourceError) -> None:
         self._say(str(error))
@@ -152,19 +152,19 @@ class _Auditor:
 
     def _zip64(self, extra: bytes, entry: ZipEntry) -> list[int]:
         """Read the Zip64 field among extra fields. The only other field may be torch's padding."""
-        found: list[int] = []
+        numbers: list[int] = []
         at, is_odd = 0, False
         while at < len(extra):
             kind, nbytes = struct.unpack_from("<HH", extra.ljust(at + 4, b"\0"), at)
             field = extra[at + 4 : at + 4 + nbytes]
             at += 4 + nbytes
-            if kind == _ZIP64 and nbytes % 8 == 0 and len(field) == nbytes and not found:
-                found = list(struct.unpack(f"<{nbytes // 8}Q", field))
+            if kind == _ZIP64 and nbytes % 8 == 0 and len(field) == nbytes and not numbers:
+                numbers = list(struct.unpack(f"<{nbytes // 8}Q", field))
             elif kind != _PADDING or field not in (b"Z" * nbytes, bytes(nbytes)):
                 is_odd = True
         if is_odd or at > len(extra):
             self._say(f"the extra fields of {_shown(entry.name)} are not as torch writes them")
-        return found
+        return numbers
 
     def _record(self, entry: ZipEntry, header: LocalHeader, stop: int) -> StoredRecord:
         """Compare a record's own header, and the bytes after its data, with the directory."""

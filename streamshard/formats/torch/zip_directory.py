@@ -110,7 +110,7 @@ def read(source: Readable) -> dict[str, ZipRecord]:
     Where reading takes requests, the headers of records that torch placed are not read.
     """
     directory = ZipDirectory(source)
-    found: dict[str, ZipRecord] = {}
+    records: dict[str, ZipRecord] = {}
     bounded = [
         (entry, end, directory.torch_start(entry, end) if source.takes_requests else None)
         for entry, end in directory.bounded()
@@ -125,10 +125,10 @@ def read(source: Readable) -> dict[str, ZipRecord]:
         # For a record that is not empty, 0 means that torch was told to leave checksums out.
         crc32 = entry.crc32 if entry.crc32 or not entry.nbytes else None
         name = _decoded(entry.name)
-        if name in found:
+        if name in records:
             raise CorruptFileError(f"two records are called {show(name)}")
-        found[name] = ZipRecord(name, start, entry.nbytes, crc32, begin, entry.at)
-    return found
+        records[name] = ZipRecord(name, start, entry.nbytes, crc32, begin, entry.at)
+    return records
 
 
 def refuse_legacy(source: Readable) -> None:
@@ -148,13 +148,13 @@ def refuse_legacy(source: Readable) -> None:
 def names(source: Readable) -> list[bytes]:
     """List the names of a zip's records, even if the zip is damaged at one end."""
     start = source.read_at(0, LOCAL.size + _LIMIT_16)
-    found = []
+    record_names = []
     if start.startswith(_MAGIC) and len(start) > LOCAL.size:
         name_bytes = LOCAL.unpack_from(start)[-2]
-        found.append(start[LOCAL.size : LOCAL.size + name_bytes])
+        record_names.append(start[LOCAL.size : LOCAL.size + name_bytes])
     with suppress(SourceError):
-        found += [entry.name for entry in ZipDirectory(source, lambda _: None).entries]
-    return found
+        record_names += [entry.name for entry in ZipDirectory(source, lambda _: None).entries]
+    return record_names
 
 
 def _refuse(error: SourceError) -> None:
@@ -239,11 +239,11 @@ class ZipDirectory:
     def _read_end_64(self, end: bytes, locator: bytes, at: int) -> tuple[int, int, int]:
         """Read the Zip64 end record: count of records, size of the directory, its offset."""
         _, disk, where, disks = LOCATOR_64.unpack(locator)
-        signature, size, *versions, one, other, here, count, nbytes, start = END_64.unpack(end)
+        signature, size, *versions, volume, first, local, count, nbytes, start = END_64.unpack(end)
         self.versions = versions[0], versions[1]
         if (signature, size, where, disk, disks) != (0x06064B50, END_64.size - 12, at, 0, 1):
             raise CorruptFileError("the zip's Zip64 end record is not where it is said to be")
-        if one or other or here != count:
+        if volume or first or local != count:
             message = "the zip's Zip64 end record names another volume"
             self._report(CorruptFileError(message))
         return count, nbytes, start
@@ -351,15 +351,15 @@ def _large(extra: bytes, *numbers: int) -> tuple[int, ...]:
         at += 4 + nbytes
         if kind != _ZIP64:
             continue
-        found = []
+        replacements = []
         for number, limit in zip(numbers, limits, strict=True):
             width = 0 if number != limit else 4 if limit == _LIMIT_16 else 8
             if len(field) < width:
                 break
-            found.append(int.from_bytes(field[:width], "little") if width else number)
+            replacements.append(int.from_bytes(field[:width], "little") if width else number)
             field = field[width:]
-        if len(found) == len(numbers) and not field:
-            return tuple(found)
+        if len(replacements) == len(numbers) and not field:
+            return tuple(replacements)
         break
     raise CorruptFileError("a record's Zip64 field does not hold the numbers that it has to")
 
