@@ -230,12 +230,12 @@ class ModelPart:
 
     def held_by(self, rank: int, layout: ZeroLayout) -> list[tuple[int, int]]:
         """List a data-parallel rank's groups: (index in `groups`, rank among those sharing it)."""
-        found = []
+        places = []
         for index, group in enumerate(self.groups):
             expert_rank, sharer = layout.expert_place(rank, group.expert_parallel)
             if expert_rank == group.expert_rank:
-                found.append((index, sharer))
-        return found
+                places.append((index, sharer))
+        return places
 
 
 @dataclass(frozen=True, slots=True)

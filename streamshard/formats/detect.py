@@ -157,13 +157,13 @@ def _template(path: Path) -> str:
 
 def _parts_of_ranks(path: Path, levels: int = _MOST_LEVELS) -> str | None:
     listed = sorted(paths_in(path))
-    found = next((text for entry in listed if (text := part_of_rank(entry)) is not None), None)
-    for entry in listed if found is None and levels else ():
+    part = next((text for entry in listed if (text := part_of_rank(entry)) is not None), None)
+    for entry in listed if part is None and levels else ():
         with suppress(PermissionError):
-            found = _parts_of_ranks(entry, levels - 1) if is_directory(entry) else None
-        if found is not None:
+            part = _parts_of_ranks(entry, levels - 1) if is_directory(entry) else None
+        if part is not None:
             break
-    return found
+    return part
 
 
 def is_megatron(path: Path) -> bool:

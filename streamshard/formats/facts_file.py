@@ -33,13 +33,13 @@ _KEYS: Final = {
 """Table → its keys."""
 
 
-def read_facts(given: str | os.PathLike[str] | Mapping[str, Any]) -> Facts:
+def read_facts(facts: str | os.PathLike[str] | Mapping[str, Any]) -> Facts:
     """Read a file of facts, or a mapping of its form."""
-    if isinstance(given, Mapping):
-        return _Document(given, str(Option("facts")), Path()).facts()
+    if isinstance(facts, Mapping):
+        return _Document(facts, str(Option("facts")), Path()).facts()
     import tomllib  # not at the top: most runs need no facts
 
-    path = as_path(given)
+    path = as_path(facts)
     text = text_of(path)
     try:
         document = tomllib.loads(text)

@@ -46,12 +46,12 @@ def foreign_checkpoint(
         numels[entry.dtype] += math.prod(entry.shape)
     wrapped = {"state": {}, "param_groups": list(hyper_parameters)}
     optimizer = {names.OPTIMIZER: {names.BASE_OPTIMIZER: wrapped}} if groups else {}
-    own = {names.MODULE_STATE: OrderedDict(), **(state or {})}
+    model_state = {names.MODULE_STATE: OrderedDict(), **(state or {})}
     return Checkpoint(
         tag=tag,
         layout=ZeroLayout(stage=0, world_size=ranks),
         tensors=tuple(tensors),
-        model_parts=(ModelPart("", groups, module, own, optimizer, {}),),
+        model_parts=(ModelPart("", groups, module, model_state, optimizer, {}),),
         module_dtype=max(numels, key=numels.__getitem__, default="float32"),
         files=files,
         notes=tuple(notes),

@@ -40,21 +40,21 @@ class Pattern:
         found = self._expression.fullmatch(name)
         return None if found is None else found.groups()
 
-    def translate(self, name: str, other: "Pattern") -> str | None:
-        """Return the name that `other` has for one that fits this pattern; None if none does.
+    def translate(self, name: str, target: "Pattern") -> str | None:
+        """Return the name that `target` has for one that fits this pattern; None if none does.
 
         >>> Pattern("b.*.{x,y}").translate("b.3.y", Pattern("a.*.{k,l}"))
         'a.3.l'
         """
         found = self.match(name)
-        return None if found is None else "".join(other._filled(self, found))
+        return None if found is None else "".join(target._filled(self, found))
 
-    def _filled(self, like: "Pattern", found: Sequence[str]) -> Iterator[str]:
+    def _filled(self, like: "Pattern", captures: Sequence[str]) -> Iterator[str]:
         """Yield this pattern's parts with what `like` found in place of stars and lists."""
-        stars = (value for part, value in zip(like._open, found, strict=True) if part == "*")
+        stars = (value for part, value in zip(like._open, captures, strict=True) if part == "*")
         lists = (
             _alternatives(part).index(value)
-            for part, value in zip(like._open, found, strict=True)
+            for part, value in zip(like._open, captures, strict=True)
             if part != "*"
         )
         for part in self._parts:

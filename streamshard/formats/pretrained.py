@@ -141,13 +141,13 @@ def in_order_of_preference(
     If the run directory and the tag directory have a file of the same name, the first is chosen.
     `also`: names of more files to copy.
     """
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for prefix in ("", f"{tag}/"):
         for path in sorted(paths):
             name = path.removeprefix(prefix)
             if path.startswith(prefix) and (name in also or comes_along(name)):
-                found.setdefault(name, path)
-    return found
+                sources.setdefault(name, path)
+    return sources
 
 
 def is_pretrained(directory: Path) -> bool:
@@ -218,13 +218,13 @@ def _stored(path: Path, form: str) -> Iterable[Stored]:
     """Read the names and places of the tensors in a file."""
     if form == SAFETENSORS:
         return safetensors_file.read(path)
-    root, found = torch_file.read(path, 0).root, []
+    root, tensors = torch_file.read(path, 0).root, []
     for key, node in root.items() if isinstance(root, dict) else ():
         tensor = tensor_of(node)
         if tensor is not None:
             tensor.require_contiguous(f"{path}: {key}")
-            found.append(Stored(Described(key, tensor.dtype, tensor.shape), tensor.offset))
-    return found
+            tensors.append(Stored(Described(key, tensor.dtype, tensor.shape), tensor.offset))
+    return tensors
 
 
 def _index(path: Path) -> Mapping[str, str]:
@@ -234,13 +234,13 @@ def _index(path: Path) -> Mapping[str, str]:
         raise CorruptFileError(f"an index of more than {_LIMIT_INDEX:,} bytes", path=path)
     try:
         listed = strict_json.parse(data)["weight_map"]
-        found = {str(name): file for name, file in listed.items()}
+        files = {str(name): file for name, file in listed.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(f"not an index of safetensors files ({error})", path=path) from error
-    for file in found.values():
+    for file in files.values():
         if not isinstance(file, str) or not file.isprintable() or not names.is_name(file):
             raise CorruptFileError(f"{show(file)} is not the name of a file next to it", path=path)
-    return found
+    return files
 
 
 def _require_complete(

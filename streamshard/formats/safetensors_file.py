@@ -119,12 +119,12 @@ def lay_out(tensors: Iterable[Described]) -> SafetensorsLayout:
 
 def read(path: Path) -> Sequence[Stored]:
     """Read the places of the tensors in a file, which are whole."""
-    found, begins = read_parts(path)
+    tensors, begins = read_parts(path)
     part = next((name for name, offsets in begins.items() if any(offsets)), None)
     if part is not None:
         message = f"holds a part of {show(part)}, as PyTorch's HuggingFaceStorageWriter saves it on"
         raise UnsupportedError(f"{message} each rank, and not a whole tensor", path=path)
-    return found
+    return tensors
 
 
 def read_parts(path: Path) -> tuple[Sequence[Stored], Mapping[str, tuple[int, ...]]]:
@@ -142,21 +142,21 @@ def read_parts(path: Path) -> tuple[Sequence[Stored], Mapping[str, tuple[int, ..
     try:
         header = strict_json.parse(serialized)
         start = _LENGTH.size + length
-        found = [_stored(name, entry, start) for name, entry in header.items() if name != _METADATA]
+        parts = [_stored(name, entry, start) for name, entry in header.items() if name != _METADATA]
         begins = _begins(header)
     except (AttributeError, CorruptFileError, KeyError, TypeError, ValueError) as error:
         message = f"its header is not a safetensors header ({error})"
         raise CorruptFileError(message, path=path) from error
-    found.sort(key=lambda one: (one.offset, one.tensor.nbytes))
+    parts.sort(key=lambda part: (part.offset, part.tensor.nbytes))
     at = start
-    for one in found:
-        if one.offset != at:
-            message = f"{show(one.tensor.name)} begins at byte {one.offset}, not at {at}"
+    for part in parts:
+        if part.offset != at:
+            message = f"{show(part.tensor.name)} begins at byte {part.offset}, not at {at}"
             raise CorruptFileError(message, path=path)
-        at += one.tensor.nbytes
+        at += part.tensor.nbytes
     if at != nbytes:
         raise CorruptFileError(f"{nbytes} bytes, its header describes {at}", path=path)
-    return found, begins
+    return parts, begins
 
 
 def _begins(header: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -30,13 +30,13 @@ def _made(kind: Any, value: Any, at: str) -> Any:  # noqa: ANN401
     if is_dataclass(kind):
         types = _types(cast("type", kind))
         retired = getattr(kind, "RETIRED", ())
-        given = {n: one for n, one in _of_type(dict, value, at).items() if n not in retired}
+        entries = {n: one for n, one in _of_type(dict, value, at).items() if n not in retired}
         required = [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]
-        for name in (*required, *given):
-            if name not in given or name not in types:
+        for name in (*required, *entries):
+            if name not in entries or name not in types:
                 raise ValueError(f"{at}.{name} is {'missing' if name in types else 'unknown'}")
         return cast("Any", kind)(
-            **{n: _made(types[n], one, f"{at}.{n}") for n, one in given.items()}
+            **{n: _made(types[n], one, f"{at}.{n}") for n, one in entries.items()}
         )
     if isinstance(kind, UnionType):
         return None if value is None else _made(get_args(kind)[0], value, at)
