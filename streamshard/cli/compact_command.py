@@ -106,37 +106,37 @@ def _compact_run(arguments: argparse.Namespace, indent: int | None = 2) -> int:
             display(is_quiet=arguments.quiet) as progress,
             memory_errors(),
         ):
-            found = compact.compact(progress=progress, **keywords(arguments))
+            report = compact.compact(progress=progress, **keywords(arguments))
     except TargetLockedError as error:
         if arguments.quiet:
             return error.exit_code
         raise
-    text = partial(compaction_text, found, verbose=arguments.verbose)
-    print_result(found, arguments, text, indent=indent, is_done=not arguments.dry_run)
-    where = "" if indent else f"{found.run_dir}: "
-    tell(*(f"streamshard: {where}{problem_text(tag)}" for tag in found.problems))
-    return found.exit_code
+    text = partial(compaction_text, report, verbose=arguments.verbose)
+    print_result(report, arguments, text, indent=indent, is_done=not arguments.dry_run)
+    where = "" if indent else f"{report.run_dir}: "
+    tell(*(f"streamshard: {where}{problem_text(tag)}" for tag in report.problems))
+    return report.exit_code
 
 
 def _show_status(runs: Sequence[_Directories], arguments: argparse.Namespace) -> None:
     """Show what was done with run directories so far; one that cannot be read hides no other."""
-    found: list[CompactStatus] = []
+    statuses: list[CompactStatus] = []
     errors: list[StreamshardError] = []
     for run, archive in runs:
         try:
-            found.append(compact_status(run, archive))
+            statuses.append(compact_status(run, archive))
         except StreamshardError as error:
             errors.append(error)
-    errors += [SourceError(problem) for status in found for problem in status.problems]
+    errors += [SourceError(problem) for status in statuses for problem in status.problems]
     drawn = ""
-    if arguments.html and found:
-        page = draw_status(found, arguments.html)
+    if arguments.html and statuses:
+        page = draw_status(statuses, arguments.html)
         drawn = f"\n\ndrew  {page.path}, {show_bytes(page.nbytes)}"
     if arguments.json:
-        for status in found:
+        for status in statuses:
             print_json(asdict(status), 2 if len(runs) == 1 else None)
-    elif not arguments.quiet and found:
-        texts = (status_text(one, verbose=arguments.verbose) for one in found)
+    elif not arguments.quiet and statuses:
+        texts = (status_text(one, verbose=arguments.verbose) for one in statuses)
         print_text("\n\n".join(texts) + drawn)
     for other in errors[1:]:
         tell_error(other)
@@ -164,13 +164,13 @@ def runs_like(pattern: str, archive_dir: str) -> list[tuple[Path, Path]] | None:
             f"{pattern}: '**' and '..' may give one run twice; use a '*' for each level"
         )
     root = Path(*parts[:first])
-    found = [root]
+    directories = [root]
     for part in parts[first:]:
         with source_errors(root):
-            found = [path for directory in found for path in _matching(directory, part)]
-    if not found:
+            directories = [path for directory in directories for path in _matching(directory, part)]
+    if not directories:
         raise SourceNotFoundError(f"{pattern}: matches no directory")
-    return [(run, as_path(archive_dir) / os.path.relpath(run, root)) for run in sorted(found)]
+    return [(run, as_path(archive_dir) / os.path.relpath(run, root)) for run in sorted(directories)]
 
 
 def _matching(directory: Path, pattern: str) -> list[Path]:

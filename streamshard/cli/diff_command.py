@@ -34,28 +34,28 @@ def most_changed_first(tensors: Iterable[TensorDiff]) -> list[TensorDiff]:
     return sorted(tensors, key=rank, reverse=True)
 
 
-def diff_text(found: DiffReport, *, verbose: bool) -> str:
+def diff_text(report: DiffReport, *, verbose: bool) -> str:
     """Format the result of `diff`."""
-    blocks = [_summary(found, verbose=verbose), *map(paragraph, found.notes)]
-    blocks += [_states(found)] if found.states else ["No tensor is in both with the same shape."]
-    blocks += _tensors(found, verbose=verbose)
-    blocks += _not_finite(found, verbose=verbose)
-    if found.differences:
-        lines = [f"{difference.kind}: {difference.message}" for difference in found.differences]
+    blocks = [_summary(report, verbose=verbose), *map(paragraph, report.notes)]
+    blocks += [_states(report)] if report.states else ["No tensor is in both with the same shape."]
+    blocks += _tensors(report, verbose=verbose)
+    blocks += _not_finite(report, verbose=verbose)
+    if report.differences:
+        lines = [f"{difference.kind}: {difference.message}" for difference in report.differences]
         shown = lines if verbose else lines[:_MOST_SHOWN]
         blocks.append("\n".join(["Other differences:", *shown]))
         blocks.append(more_text(len(lines) - len(shown)))
-    if found.is_equal:
+    if report.is_equal:
         blocks.append("Equal to the bit. Checksums were not looked at: verify does that.")
     return "\n\n".join(filter(None, blocks))
 
 
-def _difference_text(found: DiffReport) -> str:
+def _difference_text(report: DiffReport) -> str:
     """Summarize the differences in one line."""
-    changed, others = len(found.changed), len(found.differences)
-    parts = [f"{changed:,} of {counted(len(found.tensors), 'tensor')}"] if changed else []
+    changed, others = len(report.changed), len(report.differences)
+    parts = [f"{changed:,} of {counted(len(report.tensors), 'tensor')}"] if changed else []
     parts += [counted(others, "other difference")] if others else []
-    return f"{found.left}: differs from {found.right}: {', '.join(parts)}"
+    return f"{report.left}: differs from {report.right}: {', '.join(parts)}"
 
 
 def _summary(found: DiffReport, *, verbose: bool) -> str:
@@ -75,16 +75,16 @@ def _summary(found: DiffReport, *, verbose: bool) -> str:
     return facts_text(facts)
 
 
-def _states(found: DiffReport) -> str:
+def _states(report: DiffReport) -> str:
     rows = [
         (state.state, f"{state.changed_tensors:,} of {state.tensors:,}", *_cells(state.distance))
-        for state in found.states
+        for state in report.states
     ]
     return table([("state", "tensors", *_HEAD), *rows], of_numbers=True)
 
 
-def _tensors(found: DiffReport, *, verbose: bool) -> list[str]:
-    tensors = most_changed_first(found.tensors if verbose else found.changed)
+def _tensors(report: DiffReport, *, verbose: bool) -> list[str]:
+    tensors = most_changed_first(report.tensors if verbose else report.changed)
     shown = tensors if verbose else tensors[:_MOST_SHOWN]
     if not shown:
         return []
@@ -93,11 +93,11 @@ def _tensors(found: DiffReport, *, verbose: bool) -> list[str]:
     return [table([("tensor", *_HEAD), *rows], of_numbers=True), more]
 
 
-def _not_finite(found: DiffReport, *, verbose: bool) -> list[str]:
+def _not_finite(report: DiffReport, *, verbose: bool) -> list[str]:
     """List the tensors with NaNs or infinities, which the figures leave out."""
     rows = [
         (tensor.name, *(f"{count:,}" for count in (*tensor.distance.nan, *tensor.distance.inf)))
-        for tensor in found.tensors
+        for tensor in report.tensors
         if any((*tensor.distance.nan, *tensor.distance.inf))
     ]
     shown = rows if verbose else rows[:_MOST_SHOWN]
@@ -136,7 +136,7 @@ def _cosine(value: float | None) -> str:
 def run_diff(arguments: argparse.Namespace) -> None:
     """Compare two checkpoints; raises the difference, if there is one."""
     with display(is_quiet=arguments.quiet) as progress:
-        found = diff.diff(progress=progress, **keywords(arguments))
-    print_result(found, arguments, lambda: diff_text(found, verbose=arguments.verbose))
-    if not found.is_equal:
-        raise IntegrityError(_difference_text(found))
+        report = diff.diff(progress=progress, **keywords(arguments))
+    print_result(report, arguments, lambda: diff_text(report, verbose=arguments.verbose))
+    if not report.is_equal:
+        raise IntegrityError(_difference_text(report))

@@ -22,9 +22,9 @@ from streamshard.options import SourceOptions, types_of
 def run_inspect(arguments: argparse.Namespace) -> None:
     """Describe what is there."""
     options = keywords(arguments)
-    found: Inspection | CheckpointList | IncompleteCheckpoint | None
+    report: Inspection | CheckpointList | IncompleteCheckpoint | None
     try:
-        found = inspect.inspect(**options)
+        report = inspect.inspect(**options)
     except SourceError as error:
         # Not at the top: as a rule, a source is opened.
         from streamshard.operations.inspect.unopened import describe_unopened, draw_unopened
@@ -32,18 +32,18 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         source, html = options.pop("source"), options.pop("html")
         own = SourceOptions(**{name: options.pop(name) for name in types_of(SourceOptions)})
         is_more = any(map(_is_given, options.values()))
-        found = None if is_more else describe_unopened(error, source, own)
-        if found is None:
+        report = None if is_more else describe_unopened(error, source, own)
+        if report is None:
             raise
         if html is not None:
-            found = draw_unopened(found, source, html)
-        _show_inspection(found, arguments)
-        if isinstance(found, CheckpointList) and found.problems:
-            raise SourceError(found.problems[0]) from None  # without advice to do this
-        if found.problems:
+            report = draw_unopened(report, source, html)
+        _show_inspection(report, arguments)
+        if isinstance(report, CheckpointList) and report.problems:
+            raise SourceError(report.problems[0]) from None  # without advice to do this
+        if report.problems:
             raise
         return
-    _show_inspection(found, arguments)
+    _show_inspection(report, arguments)
 
 
 def _is_given(value: object) -> bool:
@@ -51,12 +51,12 @@ def _is_given(value: object) -> bool:
 
 
 def _show_inspection(
-    found: Inspection | CheckpointList | IncompleteCheckpoint, arguments: argparse.Namespace
+    report: Inspection | CheckpointList | IncompleteCheckpoint, arguments: argparse.Namespace
 ) -> None:
     if arguments.json:
-        print_json(asdict(found))
+        print_json(asdict(report))
     elif not arguments.quiet:
-        text = inspection_text(found, verbose=arguments.verbose, width=_terminal_width())
+        text = inspection_text(report, verbose=arguments.verbose, width=_terminal_width())
         write_out(text + "\n")
 
 

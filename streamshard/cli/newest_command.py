@@ -14,22 +14,22 @@ from streamshard.operations.newest.newest import Newest
 def run_newest(arguments: argparse.Namespace) -> None:
     """Print the path of the newest good checkpoint."""
     with display(is_quiet=arguments.quiet) as progress:
-        found = newest.search(progress=progress, **keywords(arguments))
+        report = newest.search(progress=progress, **keywords(arguments))
     if arguments.json:
-        print_json(asdict(found))
-    if found.path is None:
-        raise newest.none_good(found)
+        print_json(asdict(report))
+    if report.path is None:
+        raise newest.none_good(report)
     if not arguments.quiet:
-        tell(*(f"streamshard: {line}" for line in _lines(found)))
+        tell(*(f"streamshard: {line}" for line in _lines(report)))
     if not arguments.json:
-        write_path(found.path)
+        write_path(report.path)
 
 
-def _lines(found: Newest) -> Iterator[str]:
+def _lines(report: Newest) -> Iterator[str]:
     """Say why newer checkpoints were passed over, and what is suspicious about the one found."""
-    yield from found.notes
-    for one in found.passed_over:
-        yield f"passed over {one.path}: {one.reason}"
-    for one in found.checkpoints:
-        if one.path == found.path:
-            yield from (f"{one.path}: {warning}" for warning in one.warnings)
+    yield from report.notes
+    for checkpoint in report.passed_over:
+        yield f"passed over {checkpoint.path}: {checkpoint.reason}"
+    for checkpoint in report.checkpoints:
+        if checkpoint.path == report.path:
+            yield from (f"{checkpoint.path}: {warning}" for warning in checkpoint.warnings)

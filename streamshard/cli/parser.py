@@ -283,7 +283,7 @@ def _with_templates(argv: Sequence[str]) -> list[str]:
     # A verb and one file, or `--help`, which is to be fast; or a verb that takes many sources.
     if len(argv) <= _MOST_SOURCES or argv[0] == _OF_MANY:
         return [*argv]
-    found: list[str] = []
+    new_argv: list[str] = []
     for (is_one, place), group in groupby(argv, _file_and_place):
         words = [*group]
         if is_one and len(words) > 1 and "{" not in str(place):
@@ -293,8 +293,8 @@ def _with_templates(argv: Sequence[str]) -> list[str]:
             paths = [*map(Path, words)]
             if len(words) > _MOST_SOURCES or dump_names.fitting([path.name for path in paths]):
                 words = [dump_names.template_for(paths)]
-        found += words
-    return found
+        new_argv += words
+    return new_argv
 
 
 def _file_and_place(word: str) -> tuple[bool, Path]:
@@ -329,11 +329,11 @@ def _value(option: Option) -> Iterator[str]:
 
 @cache
 def _flags() -> Mapping[str, str]:
-    found = dict(_NO_KEYWORDS)
+    flags = dict(_NO_KEYWORDS)
     for option in chain.from_iterable(verb._actions for verb in _verbs().values()):
         if option.option_strings:
-            found.setdefault(option.dest, option.option_strings[-1])
-    return found
+            flags.setdefault(option.dest, option.option_strings[-1])
+    return flags
 
 
 @cache

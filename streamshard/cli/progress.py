@@ -146,17 +146,17 @@ class Display:
 
     def _moment(self, now: float) -> Moment:
         rate = self._rate(now)
-        done, left = self._done_bytes, None
+        done, remainder = self._done_bytes, None
         if self._total_bytes is not None:
             # The estimated total may be a little less than the bytes that are read.
             done = min(done, self._total_bytes)
-            left = self._total_bytes - done
+            remainder = self._total_bytes - done
         return Moment(
             phase=self._phase,
             done_bytes=done,
             total_bytes=self._total_bytes,
             bytes_per_second=rate,
-            eta_seconds=None if left is None or rate is None else round(left / rate, 1),
+            eta_seconds=None if remainder is None or rate is None else round(remainder / rate, 1),
             elapsed_seconds=round(now - self._began, 1),
         )
 

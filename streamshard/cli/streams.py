@@ -95,7 +95,7 @@ def close_quietly(stream: TextIO) -> None:
 
 
 def print_result(
-    found: "DataclassInstance",
+    report: "DataclassInstance",
     arguments: argparse.Namespace,
     text: Callable[[], str],
     *,
@@ -110,7 +110,7 @@ def print_result(
     from dataclasses import asdict  # slow to import, and `--help` needs none
 
     if arguments.json:
-        print_json({**asdict(found), **(more or {})}, indent)
+        print_json({**asdict(report), **(more or {})}, indent)
     elif not arguments.quiet:
         print_text(text(), is_done=is_done)
 

@@ -20,10 +20,10 @@ from streamshard.sizes import counted
 def run_verify(arguments: argparse.Namespace) -> None:
     """Verify a checkpoint; raises what was found, if it is not good."""
     with display(is_quiet=arguments.quiet) as progress:
-        found = verify.verify(progress=progress, **keywords(arguments))
-    print_result(found, arguments, lambda: _verification_text(found, verbose=arguments.verbose))
-    if not found.is_good:
-        first, *others = _findings_lines(found, verbose=arguments.quiet)
+        report = verify.verify(progress=progress, **keywords(arguments))
+    print_result(report, arguments, lambda: _verification_text(report, verbose=arguments.verbose))
+    if not report.is_good:
+        first, *others = _findings_lines(report, verbose=arguments.quiet)
         error = IntegrityError(first)
         for line in others:
             error.add_note(line)
@@ -34,43 +34,43 @@ _MOST_SHOWN: Final = 20
 """Maximum problems that are shown without `-v`."""
 
 
-def _verification_text(found: Verification, *, verbose: bool) -> str:
+def _verification_text(report: Verification, *, verbose: bool) -> str:
     """Format what `verify` checked and found."""
-    kind = f" ({reader_of(found.kind).title})" if found.kind else ""
-    facts: list[tuple[str, object]] = [("checkpoint", f"{found.path}{kind}")]
-    if found.against is not None:
-        facts.append(("against", found.against))
-    facts.append(("tag", found.tag or "not known"))
-    facts += [("files", f"{found.files:,}"), ("read", read_text(found))]
-    if found.against is None:
-        facts.append(("checksums", f"{found.checked:,}"))
-    if found.against is not None or found.tensors:
-        facts.append(("tensors", f"{found.tensors:,}"))
-    if found.health:
-        facts.append(("healthy", healthy_text(found.health)))
+    kind = f" ({reader_of(report.kind).title})" if report.kind else ""
+    facts: list[tuple[str, object]] = [("checkpoint", f"{report.path}{kind}")]
+    if report.against is not None:
+        facts.append(("against", report.against))
+    facts.append(("tag", report.tag or "not known"))
+    facts += [("files", f"{report.files:,}"), ("read", read_text(report))]
+    if report.against is None:
+        facts.append(("checksums", f"{report.checked:,}"))
+    if report.against is not None or report.tensors:
+        facts.append(("tensors", f"{report.tensors:,}"))
+    if report.health:
+        facts.append(("healthy", healthy_text(report.health)))
     if verbose:
-        facts.append(("memory", memory_text(found, verbose=True)))
-    blocks = [facts_text(facts), *map(paragraph, found.notes)]
-    if verbose and found.health:
-        blocks.append(health_table(found.health))
-    wrong: list[Problem | Difference] = [*found.problems, *found.differences]
+        facts.append(("memory", memory_text(report, verbose=True)))
+    blocks = [facts_text(facts), *map(paragraph, report.notes)]
+    if verbose and report.health:
+        blocks.append(health_table(report.health))
+    wrong: list[Problem | Difference] = [*report.problems, *report.differences]
     shown = wrong if verbose else wrong[:_MOST_SHOWN]
     if wrong:
         blocks.append("\n".join(map(one_line, map(_finding, shown))))
     else:
         same = "No difference. Checksums were not looked at: verify does that without --against."
-        blocks.append(same if found.against else "No problem found.")
+        blocks.append(same if report.against else "No problem found.")
     return "\n\n".join(filter(None, [*blocks, more_text(len(wrong) - len(shown))]))
 
 
-def _findings_lines(found: Verification, *, verbose: bool) -> list[str]:
+def _findings_lines(report: Verification, *, verbose: bool) -> list[str]:
     """Summarize the problems in one line; if verbose, with all problems below."""
-    wrong: list[Problem | Difference] = [*found.problems, *found.differences]
-    count = counted(len(found.problems), "problem")
-    if found.differences:
-        differences = f"{counted(len(found.differences), 'difference')} from {found.against}"
-        count = f"{count}, {differences}" if found.problems else differences
-    return [f"{found.path}: {count}", *(map(_finding, wrong) if verbose else ())]
+    wrong: list[Problem | Difference] = [*report.problems, *report.differences]
+    count = counted(len(report.problems), "problem")
+    if report.differences:
+        differences = f"{counted(len(report.differences), 'difference')} from {report.against}"
+        count = f"{count}, {differences}" if report.problems else differences
+    return [f"{report.path}: {count}", *(map(_finding, wrong) if verbose else ())]
 
 
 def _finding(found: Problem | Difference) -> str:

@@ -11,24 +11,24 @@ from streamshard.operations.compact.receipts import ARCHIVED, TRASHED
 from streamshard.sizes import counted, show_bytes, some_of
 
 
-def compaction_text(found: Compaction, *, verbose: bool) -> str:
+def compaction_text(report: Compaction, *, verbose: bool) -> str:
     """Summarize what `compact` did or would do; if verbose or a dry run, with a table of tags."""
-    counts = Counter(tag.action for tag in found.tags)
-    line = f"{found.run_dir}: {'dry run: ' if found.is_dry_run else ''}{_counts(counts)}"
-    archived = [tag for tag in found.tags if tag.action in (ARCHIVED, TRASHED)]
-    if archived and not found.is_dry_run:
+    counts = Counter(tag.action for tag in report.tags)
+    line = f"{report.run_dir}: {'dry run: ' if report.is_dry_run else ''}{_counts(counts)}"
+    archived = [tag for tag in report.tags if tag.action in (ARCHIVED, TRASHED)]
+    if archived and not report.is_dry_run:
         own = sum(tag.archive_bytes - tag.shared_bytes for tag in archived)
         whole = sum(tag.source_bytes for tag in archived)
         line += f"; {show_bytes(whole)} archived in {show_bytes(own)}"
-    has_table = verbose or found.is_dry_run
+    has_table = verbose or report.is_dry_run
     if counts.keys() == {KEPT} and not has_table:
         line += "; -v says why"
-    line = "\n".join([line, *found.notes])
+    line = "\n".join([line, *report.notes])
     if not has_table:
         return line
     rows: list[Sequence[object]] = [("tag", "what", "size", "archive", "of it shared", "why")]
-    rows += map(_row, found.tags)
-    return "\n\n".join([line, *([table(rows)] if found.tags else [])])
+    rows += map(_row, report.tags)
+    return "\n\n".join([line, *([table(rows)] if report.tags else [])])
 
 
 def problem_text(tag: CompactedTag) -> str:
@@ -51,23 +51,23 @@ def _size(nbytes: int) -> str:
     return show_bytes(nbytes) if nbytes else "-"
 
 
-def status_text(found: CompactStatus, *, verbose: bool) -> str:
+def status_text(status: CompactStatus, *, verbose: bool) -> str:
     """Show what is archived, in the trash and gone, and how the last run ended.
 
     Tags whose originals are gone only add up with time: if not verbose, they are counted.
     """
-    counts = Counter(tag.state for tag in found.tags)
+    counts = Counter(tag.state for tag in status.tags)
     facts = [
-        ("run", found.run_dir),
-        ("archives", f"{found.archive_dir}, {show_bytes(found.archive_bytes)}"),
+        ("run", status.run_dir),
+        ("archives", f"{status.archive_dir}, {show_bytes(status.archive_bytes)}"),
         ("tags", _counts(counts) if counts else "none archived"),
-        ("trash", f"{show_bytes(found.trash_bytes)}, free when it is emptied"),
-        ("saved", _signed(found.saved_bytes)),
-        ("last run", _run_text(found.last_run)),
-        ("healthy", _health_text(found)),
+        ("trash", f"{show_bytes(status.trash_bytes)}, free when it is emptied"),
+        ("saved", _signed(status.saved_bytes)),
+        ("last run", _run_text(status.last_run)),
+        ("healthy", _health_text(status)),
     ]
     blocks = [facts_text(facts)]
-    shown = [tag for tag in found.tags if verbose or tag.state not in GONE]
+    shown = [tag for tag in status.tags if verbose or tag.state not in GONE]
     if shown:
         head = ("tag", "state", "archived", "trash until", "original", "archive")
         rows = [
@@ -82,11 +82,11 @@ def status_text(found: CompactStatus, *, verbose: bool) -> str:
             for tag in shown
         ]
         blocks.append(table([head, *rows]))
-    if len(shown) < len(found.tags):
-        gone = counted(len(found.tags) - len(shown), "tag")
+    if len(shown) < len(status.tags):
+        gone = counted(len(status.tags) - len(shown), "tag")
         blocks.append(f"{gone} more, whose originals are gone; -v lists them")
-    if found.last_run is not None:
-        blocks += map(problem_text, found.last_run.problems)
+    if status.last_run is not None:
+        blocks += map(problem_text, status.last_run.problems)
     return "\n\n".join(blocks)
 
 
@@ -100,13 +100,13 @@ def _run_text(run: RunRecord | None) -> str:
     return f"{began}, ended {_minute(run.ended)} with exit code {run.exit_code}: {outcome}"
 
 
-def _health_text(found: CompactStatus) -> str:
-    newest = found.newest_healthy or "none that is known"
-    if not found.unhealthy:
-        return f"newest {newest}" if found.newest_healthy else "no tag read yet"
-    since, count = _minute(found.unhealthy_since), counted(len(found.unhealthy), "tag")
+def _health_text(status: CompactStatus) -> str:
+    newest = status.newest_healthy or "none that is known"
+    if not status.unhealthy:
+        return f"newest {newest}" if status.newest_healthy else "no tag read yet"
+    since, count = _minute(status.unhealthy_since), counted(len(status.unhealthy), "tag")
     return (
-        f"newest {newest}; {count} after it not healthy, since {since}: {some_of(found.unhealthy)}"
+        f"newest {newest}; {count} after it not healthy, since {since}: {some_of(status.unhealthy)}"
     )
 
 

@@ -85,12 +85,12 @@ def _files(head: str, files: Sequence[FileBytes], *, verbose: bool) -> str:
     kinds: dict[str, list[tuple[str, int]]] = {}
     for path, nbytes in named:
         kinds.setdefault(_NUMBER.sub("0", path), []).append((path, nbytes))
-    found = sorted(kinds.values(), key=lambda kind: -sum(nbytes for _, nbytes in kind))
+    groups = sorted(kinds.values(), key=lambda kind: -sum(nbytes for _, nbytes in kind))
     rows = [(name, "files", "bytes")]
-    for kind in found[:_MOST_ROWS]:
+    for kind in groups[:_MOST_ROWS]:
         nbytes = sum(nbytes for _, nbytes in kind)
         rows.append((_together([path for path, _ in kind]), f"{len(kind):,}", f"{nbytes:,}"))
-    rest = [one for kind in found[_MOST_ROWS:] for one in kind]
+    rest = [one for kind in groups[_MOST_ROWS:] for one in kind]
     if rest:
         nbytes = sum(nbytes for _, nbytes in rest)
         rows.append(("others, which -v lists", f"{len(rest):,}", f"{nbytes:,}"))

@@ -19,10 +19,10 @@ def health_table(health: Mapping[str, TensorHealth]) -> str:
     rows = [
         (
             name,
-            *(f"{count:,}" for count in (one.numel, one.nans, one.infinities, one.zeros)),
-            f"{one.largest:.4g}",
-            f"{one.rms:.4g}",
+            *(f"{count:,}" for count in (stats.numel, stats.nans, stats.infinities, stats.zeros)),
+            f"{stats.largest:.4g}",
+            f"{stats.rms:.4g}",
         )
-        for name, one in health.items()
+        for name, stats in health.items()
     ]
     return table([head, *rows])

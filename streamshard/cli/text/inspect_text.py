@@ -40,7 +40,7 @@ Columns = Sequence[str]
 
 
 def inspection_text(
-    found: Inspection | CheckpointList | IncompleteCheckpoint,
+    report: Inspection | CheckpointList | IncompleteCheckpoint,
     *,
     verbose: bool,
     width: int | None = None,
@@ -50,33 +50,33 @@ def inspection_text(
     `width`: columns of the terminal, which gets colours; None for any other output.
     """
     page = _Page(width, verbose=verbose)
-    if isinstance(found, CheckpointList):
-        page.add(f"directory  {one_line(found.path)}, {_checkpoints(found.checkpoints)}")
-        page.checkpoints(found, ())
-        page.pictures(found.pictures)
+    if isinstance(report, CheckpointList):
+        page.add(f"directory  {one_line(report.path)}, {_checkpoints(report.checkpoints)}")
+        page.checkpoints(report, ())
+        page.pictures(report.pictures)
         return page.text()
-    if isinstance(found, IncompleteCheckpoint):
-        page.incomplete(found)
-        page.pictures(found.pictures)
-        if len(found.checkpoints) > 1:
+    if isinstance(report, IncompleteCheckpoint):
+        page.incomplete(report)
+        page.pictures(report.pictures)
+        if len(report.checkpoints) > 1:
             page.checkpoints(
-                found, [one.problem or "" for one in found.checkpoints if one.is_latest]
+                report, [one.problem or "" for one in report.checkpoints if one.is_latest]
             )
         return page.text()
-    is_brief = bool(found.details or found.rank or found.pictures)
-    page.add(printable(facts_text(found.title if is_brief else found.facts)))
-    if found.details:
-        page.details(found.details)
-    if found.rank is not None:
-        page.rank(found.rank)
+    is_brief = bool(report.details or report.rank or report.pictures)
+    page.add(printable(facts_text(report.title if is_brief else report.facts)))
+    if report.details:
+        page.details(report.details)
+    if report.rank is not None:
+        page.rank(report.rank)
     if not is_brief:
-        page.overview(found)
-    if found.health is not None and not is_brief:
-        page.health(found.health)
-    page.pictures(found.pictures)
-    if len(found.checkpoints) > 1:
-        page.checkpoints(found, found.problems)
-    page.texts([*(f"PROBLEM  {problem}" for problem in found.problems), *found.notes])
+        page.overview(report)
+    if report.health is not None and not is_brief:
+        page.health(report.health)
+    page.pictures(report.pictures)
+    if len(report.checkpoints) > 1:
+        page.checkpoints(report, report.problems)
+    page.texts([*(f"PROBLEM  {problem}" for problem in report.problems), *report.notes])
     return page.text()
 
 
@@ -103,13 +103,13 @@ class _Page:
         self.add("\n".join(f"drew  {p.path}, {show_bytes(p.nbytes)}" for p in pictures))
 
     def checkpoints(
-        self, found: Inspection | CheckpointList | IncompleteCheckpoint, known: Sequence[str]
+        self, report: Inspection | CheckpointList | IncompleteCheckpoint, messages: Sequence[str]
     ) -> None:
         """Add a table of a directory's checkpoints, the newest last.
 
-        `known`: problems that are shown elsewhere.
+        `messages`: problems that are shown elsewhere.
         """
-        all_of_them = found.checkpoints
+        all_of_them = report.checkpoints
         head: Columns = ("checkpoint", "step", "ranks", "size", "saved", "whole")
         rows = [_checkpoint_row(one) for one in all_of_them]
         if any(one.warnings or one.is_healthy is not None for one in all_of_them):
@@ -117,18 +117,18 @@ class _Page:
             rows = [(*row, _health(one)) for row, one in zip(rows, all_of_them, strict=True)]
         self.table("", head, rows, "")
         problems = [one.problem for one in all_of_them if one.problem is not None]
-        self.texts([f"PROBLEM  {p}" for p in problems if not any(p in other for other in known)])
-        if problems or isinstance(found, CheckpointList):
-            self.texts([_newest_whole(found.path, all_of_them)])
-        self._health_of(found.path, all_of_them)
+        self.texts([f"PROBLEM  {p}" for p in problems if not any(p in other for other in messages)])
+        if problems or isinstance(report, CheckpointList):
+            self.texts([_newest_whole(report.path, all_of_them)])
+        self._health_of(report.path, all_of_them)
 
-    def _health_of(self, path: str, found: Sequence[CheckpointSummary]) -> None:
+    def _health_of(self, path: str, summaries: Sequence[CheckpointSummary]) -> None:
         """Say what is suspicious about checkpoints, and how to find out what is not known."""
-        doubts = [f"SUSPICIOUS  {one.path}: {w}" for one in found for w in one.warnings]
+        doubts = [f"SUSPICIOUS  {one.path}: {w}" for one in summaries for w in one.warnings]
         shown = doubts if self._verbose else doubts[-_DOUBTS_SHOWN:]
         self.texts(shown)
         self.add(more_text(len(doubts) - len(shown), what="more of this kind"))
-        unread = [one for one in found if one.is_whole and one.is_healthy is None]
+        unread = [one for one in summaries if one.is_whole and one.is_healthy is None]
         if unread:
             one = f"{path.rstrip('/')}/{unread[-1].path}"
             commands = (
@@ -138,13 +138,13 @@ class _Page:
             text = "Headers do not tell whether a checkpoint is healthy, that is, without NaN:"
             self.add(f"{text}\n{facts_text(commands)}")
 
-    def incomplete(self, found: IncompleteCheckpoint) -> None:
+    def incomplete(self, report: IncompleteCheckpoint) -> None:
         """Add the existing files of an incomplete checkpoint, and its problems."""
-        self.add(_incomplete_summary(found))
-        self._files(found)
-        shown = found.problems if self._verbose else found.problems[:_PARAMETERS_SHOWN]
+        self.add(_incomplete_summary(report))
+        self._files(report)
+        shown = report.problems if self._verbose else report.problems[:_PARAMETERS_SHOWN]
         self.texts([f"PROBLEM  {problem}" for problem in shown])
-        self.add(more_text(len(found.problems) - len(shown)))
+        self.add(more_text(len(report.problems) - len(shown)))
 
     def table(self, title: str, head: Columns, rows: Iterable[Sequence[Cell]], more: str) -> None:
         """Add a table with a title above it, and a line below it about rows left out."""
@@ -162,29 +162,29 @@ class _Page:
         if shown:
             self.add(printable(health_table(shown)))
 
-    def overview(self, found: Inspection) -> None:
+    def overview(self, report: Inspection) -> None:
         """Add the tables of a whole checkpoint."""
-        if found.groups:
-            self.table("", *_group_table(found, all_of_them=self._verbose), "")
-        sizes = {**found.state_bytes, "all": sum(found.state_bytes.values())}
+        if report.groups:
+            self.table("", *_group_table(report, all_of_them=self._verbose), "")
+        sizes = {**report.state_bytes, "all": sum(report.state_bytes.values())}
         self.table("", ("tensors", "bytes", ""), _sizes(sizes.items()), "")
-        self._files(found)
-        self._parameters(found)
+        self._files(report)
+        self._parameters(report)
 
-    def _files(self, found: Inspection | IncompleteCheckpoint) -> None:
+    def _files(self, report: Inspection | IncompleteCheckpoint) -> None:
         if self._verbose:
-            files = ((file.path, file.nbytes) for file in found.file_list)
+            files = ((file.path, file.nbytes) for file in report.file_list)
             self.table("", ("file", "bytes", ""), _sizes(files), "")
             return
-        groups = [_file_row(group) for group in found.file_groups[:_PARAMETERS_SHOWN]]
-        more = more_text(len(found.file_groups) - len(groups), "-v lists every file")
+        groups = [_file_row(group) for group in report.file_groups[:_PARAMETERS_SHOWN]]
+        more = more_text(len(report.file_groups) - len(groups), "-v lists every file")
         self.table("", ("files", "count", "each", "all"), groups, more)
 
-    def _parameters(self, found: Inspection) -> None:
+    def _parameters(self, report: Inspection) -> None:
         most = None if self._verbose else _PARAMETERS_SHOWN
-        shown = found.parameters[:most]
+        shown = report.parameters[:most]
         is_of_ranks = any(p.first_rank is not None for p in shown)
-        pieces = "chunks" if reader_of(found.kind).is_store else "pieces"
+        pieces = "chunks" if reader_of(report.kind).is_store else "pieces"
         head = ("parameter", "shape", "elements", "group", "ranks" if is_of_ranks else pieces)
         rows = [
             (
@@ -197,9 +197,9 @@ class _Page:
             for p in shown
         ]
         hint = "-v lists all, --param PATTERN shows where the elements of some lie"
-        if not rows or (not found.zero_stage and not reader_of(found.kind).is_foreign):
+        if not rows or (not report.zero_stage and not reader_of(report.kind).is_foreign):
             return  # only the module's weights are known by name, and they are not cut
-        self.table("", head, rows, more_text(len(found.parameters) - len(rows), hint))
+        self.table("", head, rows, more_text(len(report.parameters) - len(rows), hint))
 
     def details(self, details: Sequence[ParameterDetail]) -> None:
         shown = details if self._verbose else details[:_PARAMETERS_SHOWN]
@@ -224,15 +224,15 @@ def _cell_text(value: Cell) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _checkpoint_row(one: CheckpointSummary) -> tuple[Cell, ...]:
-    saved = "-" if one.changed is None else _saved(datetime.fromisoformat(one.changed))
-    whole = _YES[one.is_whole]
-    marks = {whole: True, "newest": one.is_newest, "latest": one.is_latest}
+def _checkpoint_row(summary: CheckpointSummary) -> tuple[Cell, ...]:
+    saved = "-" if summary.changed is None else _saved(datetime.fromisoformat(summary.changed))
+    whole = _YES[summary.is_whole]
+    marks = {whole: True, "newest": summary.is_newest, "latest": summary.is_latest}
     return (
-        one.path,
-        _known(one.step),
-        _known(one.world_size),
-        show_bytes(one.nbytes),
+        summary.path,
+        _known(summary.step),
+        _known(summary.world_size),
+        show_bytes(summary.nbytes),
         saved,
         ", ".join(mark for mark, is_set in marks.items() if is_set),
     )
@@ -255,22 +255,22 @@ def _known(number: int | None) -> str:
     return "-" if number is None else str(number)
 
 
-def _checkpoints(found: Sequence[CheckpointSummary]) -> str:
-    whole = sum(one.is_whole is True for one in found)
-    return f"{counted(len(found), 'checkpoint')}, {whole:,} whole"
+def _checkpoints(summaries: Sequence[CheckpointSummary]) -> str:
+    whole = sum(one.is_whole is True for one in summaries)
+    return f"{counted(len(summaries), 'checkpoint')}, {whole:,} whole"
 
 
-def _newest_whole(path: str, found: Sequence[CheckpointSummary]) -> str:
+def _newest_whole(path: str, summaries: Sequence[CheckpointSummary]) -> str:
     """Name the newest whole checkpoint, as far as the headers tell."""
-    whole = [one for one in found if one.is_whole]
+    whole = [one for one in summaries if one.is_whole]
     if not whole:
         return "None of them is whole."
     text = f"The newest whole checkpoint: {path.rstrip('/')}/{whole[-1].path}."
     return f"{text} Whole: all files are there, and their headers agree; verify reads all the rest."
 
 
-def _group_table(found: Inspection, *, all_of_them: bool) -> tuple[Columns, list[list[Cell]]]:
-    groups = found.groups
+def _group_table(report: Inspection, *, all_of_them: bool) -> tuple[Columns, list[list[Cell]]]:
+    groups = report.groups
     held = dict.fromkeys(key for group in groups for key in group.hyper_parameters)
     shown = [key for key in held if all_of_them or key in _MAIN_HYPER_PARAMETERS]
     parts = any(group.model_part or group.expert_rank is not None for group in groups)

@@ -62,20 +62,20 @@ def _found(report: Report) -> str:
     return f"Nothing to do: {report.path} is already what this would make."
 
 
-def memory_text(found: "Report | Verification | DiffReport", *, verbose: bool) -> str:
+def memory_text(report: "Report | Verification | DiffReport", *, verbose: bool) -> str:
     """Format the measured or projected memory above the program's own."""
-    projected = show_bytes(found.projected_bytes - found.floor_bytes)
-    above = f"above the program's {show_bytes(found.floor_bytes)}"
-    if found.peak_bytes is None:
+    projected = show_bytes(report.projected_bytes - report.floor_bytes)
+    above = f"above the program's {show_bytes(report.floor_bytes)}"
+    if report.peak_bytes is None:
         return f"at most {projected} {above}"
-    measured = f"{show_bytes(max(0, found.peak_bytes - found.floor_bytes))} {above}"
+    measured = f"{show_bytes(max(0, report.peak_bytes - report.floor_bytes))} {above}"
     return f"{measured}; projected {projected}" if verbose else measured
 
 
-def read_text(found: "Verification | DiffReport") -> str:
+def read_text(report: "Verification | DiffReport") -> str:
     """Say how much was read, and how fast."""
-    rate = show_bytes(int(found.bytes_read / max(found.seconds, 1e-9)))
-    return f"{show_bytes(found.bytes_read)} in {found.seconds:.1f} s, {rate}/s"
+    rate = show_bytes(int(report.bytes_read / max(report.seconds, 1e-9)))
+    return f"{show_bytes(report.bytes_read)} in {report.seconds:.1f} s, {rate}/s"
 
 
 def worker_text(rates: Mapping[str, "WorkerRate"]) -> str:

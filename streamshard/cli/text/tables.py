@@ -85,16 +85,16 @@ def table(
 
 def _narrowed(widths: Sequence[int], is_number: Sequence[bool], most: int) -> list[int]:
     """Narrow the widest columns of text until the table fits, as far as that goes."""
-    found = list(widths)
-    texts = [i for i, fixed in enumerate(is_number) if not fixed and found[i] > _LEAST_TEXT]
-    excess = sum(found) + 2 * (len(found) - 1) - most
+    new_widths = list(widths)
+    texts = [i for i, fixed in enumerate(is_number) if not fixed and new_widths[i] > _LEAST_TEXT]
+    excess = sum(new_widths) + 2 * (len(new_widths) - 1) - most
     while excess > 0 and texts:
-        widest = max(texts, key=found.__getitem__)
-        found[widest] -= 1
+        widest = max(texts, key=new_widths.__getitem__)
+        new_widths[widest] -= 1
         excess -= 1
-        if found[widest] == _LEAST_TEXT:
+        if new_widths[widest] == _LEAST_TEXT:
             texts.remove(widest)
-    return found
+    return new_widths
 
 
 def _row_lines(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> list[str]:
