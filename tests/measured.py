@@ -13,5 +13,5 @@ from streamshard.verb_options import ConvertOptions
 def plan_measured(run: Path, store: Path, **options: Any) -> TransferPlan:  # noqa: ANN401
     """Plan such a store of a run."""
     given = ConvertOptions(run, store, **options)
-    output = store_output(open_source(run), verb="convert", options=given, known={})
+    output = store_output(open_source(run), verb="convert", options=given, health={})
     return plan_output(given, output, store, resident_bytes())

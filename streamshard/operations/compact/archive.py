@@ -111,14 +111,14 @@ def archive_tag(
 
 def _moving(opened: Source, run_dir: Path, stable_since_ns: int) -> set[int]:
     """List the files next to the tag that a program may still be writing."""
-    found = set()
+    numbers = set()
     for number in omissions.sidecars_beside(opened):
         name = opened.checkpoint.tensors[number].name
         with source_errors(run_dir / name):
             changed_ns = examine(run_dir / name).modified_ns
         if changed_ns > stable_since_ns and name != _SCRIPT:
-            found.add(number)
-    return found
+            numbers.add(number)
+    return numbers
 
 
 def _write_store(
@@ -141,7 +141,7 @@ def _write_store(
         overwrite=overwrite,
     )
     require_separate(small.path, archived.store, small.directories)
-    output = store_output(small, verb="compact", options=options, known=health)
+    output = store_output(small, verb="compact", options=options, health=health)
     plan = plan_output(options, output, archived.store, limits.floor_bytes)
     plan.run(context.progress)
 
@@ -235,15 +235,15 @@ def _earlier_files(archived: ArchivedTag) -> dict[str, Path]:
     return files
 
 
-def _link(known: Path, path: Path, digest: str, context: RunContext) -> bool:
+def _link(known_file: Path, path: Path, digest: str, context: RunContext) -> bool:
     """Replace a file by a link to a known file, after checking the known file's SHA-256."""
     link = path.with_name(_LINK)
     try:
-        if is_same_file(known, path):
+        if is_same_file(known_file, path):
             return True
-        if context.hash_all([known]) != [digest]:
+        if context.hash_all([known_file]) != [digest]:
             return False
-        place_of(link).make_link(known, link)
+        place_of(link).make_link(known_file, link)
     except OSError:
         return False
     rename(link, path)

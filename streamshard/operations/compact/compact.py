@@ -131,12 +131,12 @@ def compact(options: _Compact) -> Compaction:
         _require_for_cluster(options)
     progress = TagProgress(options.progress or Silent(), options.bytes_per_second)
     context = RunContext(run_dir, archive_dir, identity_of(run_dir), now, limits, progress)
-    found = tuple(CompactRun(options, context).results())
+    tags = tuple(CompactRun(options, context).results())
     seconds = time.monotonic() - began
     patterns = () if options.is_by_hand else options.keep_tags
-    notes = tuple(_unmatched(patterns, found))
+    notes = tuple(_unmatched(patterns, tags))
     places = str(options.run_dir), str(options.archive_dir)
-    return Compaction(*places, options.dry_run, found, seconds, notes)
+    return Compaction(*places, options.dry_run, tags, seconds, notes)
 
 
 def _require_for_cluster(options: CompactOptions) -> None:
@@ -384,9 +384,9 @@ class CompactRun:
         # Whether a tag is unclear does not depend on numbers in it, so none is read. A tag of any
         # age is there, and has been looked at.
         run = replace(self._before, unhealthy=lambda _: "", acknowledged=lambda _: (False, ""))
-        there = run.by_name
-        if tag not in there:
-            shown = ", ".join(sorted(there, key=by_step)) or "none"
+        tags = run.by_name
+        if tag not in tags:
+            shown = ", ".join(sorted(tags, key=by_step)) or "none"
             message = f"{self._context.run_dir}: no tag {tag} with shards; there are {shown}"
             raise UsageError(message)
         rules = self._options.replaced(min_age=timedelta())
@@ -395,7 +395,7 @@ class CompactRun:
             message = f"not ambiguous: {outcome.reason}; {Option('keep_tags', [tag])} in every run"
             raise UsageError(f"{message} leaves it alone")
         if not self._options.dry_run:
-            _acknowledge(self._context, there[tag])
+            _acknowledge(self._context, tags[tag])
 
     def _decided_again(self, outcome: CompactedTag) -> CompactedTag:
         """Decide about a tag again, from what is there now: the run may have begun long ago."""

@@ -121,17 +121,17 @@ def compact_status(
         directory_status(archive)
     last = RunRecord.read(archive / LAST_RUN)
     grace = timedelta(seconds=last.grace_seconds) if last else DEFAULT_GRACE
-    found = sorted(_tags(run, archive, grace), key=lambda tag: by_step(tag.tag))
-    gone = [tag for tag in found if tag.state in GONE]
+    tags = sorted(_tags(run, archive, grace), key=lambda tag: by_step(tag.tag))
+    gone = [tag for tag in tags if tag.state in GONE]
     known = [*_read_tags(run, archive)]
     good = max((by_step(one.tag) for one in known if not one.unhealthy), default=None)
     bad = [one for one in known if good is None or by_step(one.tag) > good]
     return CompactStatus(
         run_dir=str(run),
         archive_dir=str(archive),
-        tags=tuple(found),
-        archive_bytes=sum(tag.archive_bytes for tag in found),
-        trash_bytes=sum(tag.source_bytes for tag in found if tag.state == IN_TRASH),
+        tags=tuple(tags),
+        archive_bytes=sum(tag.archive_bytes for tag in tags),
+        trash_bytes=sum(tag.source_bytes for tag in tags if tag.state == IN_TRASH),
         saved_bytes=sum(tag.source_bytes - tag.archive_bytes for tag in gone),
         last_run=last,
         newest_healthy="" if good is None else good[1],
@@ -188,17 +188,17 @@ def _state(receipt: Receipt, run_dir: Path, in_trash: set[str], being_removed: s
         return ARCHIVED if lexists(original) else PURGED
 
 
-def draw_status(found: Sequence[CompactStatus], html: str | os.PathLike[str]) -> FileSummary:
+def draw_status(runs: Sequence[CompactStatus], html: str | os.PathLike[str]) -> FileSummary:
     """Write a page of the state of runs, with the tags in them as their headers tell."""
     path = as_path(html)
     require_free(path)
-    for status in found:
+    for status in runs:
         for place in (status.run_dir, status.archive_dir):
             require_separate(as_path(place), path)
     document = {
-        "runs": [{**asdict(status), **_content(as_path(status.run_dir))} for status in found]
+        "runs": [{**asdict(status), **_content(as_path(status.run_dir))} for status in runs]
     }
-    title = PurePosixPath(found[0].run_dir).name if len(found) == 1 else f"{len(found):,} runs"
+    title = PurePosixPath(runs[0].run_dir).name if len(runs) == 1 else f"{len(runs):,} runs"
     return write_page(path, page(title, document))
 
 

@@ -20,15 +20,15 @@ _KEPT: Final = (MASTER, MODULE, BLOB, FILE)
 
 def cast_candidates(checkpoint: Checkpoint) -> dict[int, Pair]:
     """Return the module weights that may be casts of their master weights, each to compare so."""
-    index, found = checkpoint.tensor_index(), dict[int, Pair]()
+    index, candidates = checkpoint.tensor_index(), dict[int, Pair]()
     for part in checkpoint.model_parts:
         for entry in part.module:
             master = index.get((part.name, MASTER, entry.name))
             weight = index.get((part.name, MODULE, entry.name))
             if entry.kind == "param" and master is not None and weight is not None:
                 pair = _pair(checkpoint, master, weight, entry.dtype)
-                found |= {weight: pair} if pair else {}
-    return found
+                candidates |= {weight: pair} if pair else {}
+    return candidates
 
 
 def _pair(checkpoint: Checkpoint, master: int, weight: int, dtype: str) -> Pair | None:

@@ -111,26 +111,26 @@ def intact(archived: ArchivedTag, context: RunContext, findings: Findings | None
 
     If there are `findings` to fill, the same reading looks for other damage too.
     """
-    sums, found = archived.read_sums(), archived.files()
-    if sums.keys() != {*found}:
-        wrong = sorted(sums.keys() ^ {*found})[0]
+    sums, files = archived.read_sums(), archived.files()
+    if sums.keys() != {*files}:
+        wrong = sorted(sums.keys() ^ {*files})[0]
         message = "missing" if wrong in sums else f"not listed in {archived.sums}"
         raise IntegrityError(f"{archived.store / wrong}: {message}")
-    paths = [archived.store / path for path in found]
+    paths = [archived.store / path for path in files]
     with source_errors(archived.store):
         digests = {} if findings is None else read_archive(archived.store, context, findings)
         rest = [path for path in paths if path not in digests]
         digests |= zip(rest, context.hash_all(rest, archived.store), strict=True)
-    for path, name in zip(paths, found, strict=True):
+    for path, name in zip(paths, files, strict=True):
         if digests[path] != sums[name]:
             raise IntegrityError(f"{path}: damaged: its SHA-256 differs")
-    return counted(len(found), "file")
+    return counted(len(files), "file")
 
 
 def sums_of(archived: ArchivedTag, context: RunContext) -> dict[str, str]:
-    found = archived.files()
-    digests = context.hash_all([archived.store / path for path in found], archived.store)
-    return dict(zip(found, digests, strict=True))
+    files = archived.files()
+    digests = context.hash_all([archived.store / path for path in files], archived.store)
+    return dict(zip(files, digests, strict=True))
 
 
 def read_archive(store: Path, context: RunContext, findings: Findings) -> dict[Path, str]:
@@ -142,15 +142,15 @@ def read_archive(store: Path, context: RunContext, findings: Findings) -> dict[P
     resident_memory.restart_peak()
     with source_errors(store):
         drop_cached(store)
-    found = check_structure(Request(store), findings)
+    structure = check_structure(Request(store), findings)
     whole: dict[Path, str] = {}
 
     def note(file: int, sha256: str) -> None:
-        whole[found.files[file].path] = sha256
+        whole[structure.files[file].path] = sha256
 
-    context.progress.start(found.nbytes)
-    plan = context.limits.fit(found.codec_bytes + COMPARING_BYTES, found.files)
-    scan(found.units(), found.files, plan, context.progress.advance, note)
+    context.progress.start(structure.nbytes)
+    plan = context.limits.fit(structure.codec_bytes + COMPARING_BYTES, structure.files)
+    scan(structure.units(), structure.files, plan, context.progress.advance, note)
     return whole
 
 
@@ -171,11 +171,11 @@ def _verified(findings: Findings) -> str:
 
 
 def _state_equal(archive: Source, source: Source) -> str:
-    mine, theirs = (_serialized(side.checkpoint) for side in (archive, source))
-    if mine != theirs:
+    archive_state, source_state = (_serialized(side.checkpoint) for side in (archive, source))
+    if archive_state != source_state:
         message = f"{archive.path}: its training state is not that of {source.path}"
         raise IntegrityError(f"{message}, or not all tensors are there")
-    return f"{len(mine):,} bytes"
+    return f"{len(archive_state):,} bytes"
 
 
 def _serialized(checkpoint: Checkpoint) -> bytes:
@@ -187,12 +187,12 @@ def _serialized(checkpoint: Checkpoint) -> bytes:
 def content_equal(archive: Source, source: Source, context: RunContext) -> str:
     """Require that both sides are equal in every bit of every tensor, and in everything else."""
     pairing = pair_up(archive, source)
-    found = compare(archive, source, pairing.pairs, context.limits, context.progress)
-    wrong = [problem.message for problem in found.findings.problems]
-    wrong += [one.message for one in (*pairing.differences, *found.differences)]
+    comparison = compare(archive, source, pairing.pairs, context.limits, context.progress)
+    wrong = [problem.message for problem in comparison.findings.problems]
+    wrong += [one.message for one in (*pairing.differences, *comparison.differences)]
     if wrong:
         raise IntegrityError(f"{archive.path}: not what {source.path} holds: {wrong[0]}")
-    return f"{counted(len(pairing.pairs), 'tensor')}, {counted(found.nbytes, 'byte')}"
+    return f"{counted(len(pairing.pairs), 'tensor')}, {counted(comparison.nbytes, 'byte')}"
 
 
 def rebuilt_equal(

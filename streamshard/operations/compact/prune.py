@@ -360,9 +360,9 @@ def is_like(name: str, pattern: str) -> bool:
 
 
 def require_pattern(pattern: str) -> None:
-    path, asked = PurePosixPath(pattern), Option("tags", pattern)
+    path, option = PurePosixPath(pattern), Option("tags", pattern)
     if not path.parts or path.is_absolute() or "://" in pattern:
-        raise UsageError(f"{asked}: has to be relative to RUN_DIR, as 'global_step*'")
+        raise UsageError(f"{option}: has to be relative to RUN_DIR, as 'global_step*'")
     if any(part in ("..", "**") for part in path.parts):
-        message = f"{asked}: '..' and '**' are not allowed; use a '*' for each level"
+        message = f"{option}: '..' and '**' are not allowed; use a '*' for each level"
         raise UsageError(message)

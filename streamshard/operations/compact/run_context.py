@@ -62,7 +62,7 @@ class TagProgress:
 class RunContext:
     run_dir: Path
     archive_dir: Path
-    here: tuple[int, int]
+    identity: tuple[int, int]
     """Device and inode of the run directory when the run began."""
     now: datetime
     limits: Limits
@@ -117,7 +117,7 @@ class RunContext:
 
     def require_same_directory(self, receipt: Receipt) -> str:
         """Require that the run directory is the one whose tag was archived."""
-        if not identity_of(self.run_dir) == self.here == (receipt.device, receipt.inode):
+        if not identity_of(self.run_dir) == self.identity == (receipt.device, receipt.inode):
             message = f"{self.run_dir}: is another directory, or on another device, than the one"
             raise CorruptFileError(f"{message} whose tag was archived; is that one elsewhere?")
         return ""

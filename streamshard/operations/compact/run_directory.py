@@ -105,7 +105,7 @@ class _Scan:
     run_dir: Path
     links: Sequence[Path]
     """What the symbolic links in it lead to."""
-    known: Mapping[str, Tag]
+    earlier_tags: Mapping[str, Tag]
     """Tags that were described earlier, by how they looked: they are not opened again."""
 
     def is_linked(self, *places: Path) -> bool:
@@ -139,9 +139,9 @@ class _Scan:
     def _described(self, directory: Path, name: str, *, is_framework: bool = False) -> Tag:
         changed_ns, nbytes, looks = change_digest(directory)
         is_linked = self.is_linked(directory)
-        if looks in self.known:
-            return replace(self.known[looks], is_linked=is_linked)
-        found = Tag(name, changed_ns, None, is_linked, nbytes, looks)
+        if looks in self.earlier_tags:
+            return replace(self.earlier_tags[looks], is_linked=is_linked)
+        tag = Tag(name, changed_ns, None, is_linked, nbytes, looks)
         try:
             if is_framework:
                 require_named(directory)
@@ -149,15 +149,15 @@ class _Scan:
             require_saved_to_end(opened)
             parts = opened.checkpoint.model_parts
             lags = tuple(optimizer_lag(part.groups, part.model_state) for part in parts)
-            found = replace(found, lags=lags)
+            tag = replace(tag, lags=lags)
             if is_framework:
                 with source_errors(directory):
                     saved_ns = examine(directory / names.LATEST).modified_ns
-                found = replace(found, saved_ns=saved_ns, best=_called_best(opened))
+                tag = replace(tag, saved_ns=saved_ns, best=_called_best(opened))
         except StreamshardError as error:
             is_denied = isinstance(error, NotPermittedError)
-            return replace(found, problem=str(error), is_denied=is_denied)
-        return found
+            return replace(tag, problem=str(error), is_denied=is_denied)
+        return tag
 
     def with_trash(self, run: RunDirectory) -> RunDirectory:
         """Describe the tags in the trash; a link to a tag's former place counts as a link to it."""
@@ -192,8 +192,8 @@ def scan_run_directory(
             except (OSError, ValueError) as error:
                 named.append(None)
                 problems.append(f"{run_dir / name}: {getattr(error, 'strerror', None) or error}")
-        known = {tag.looks: tag for tag in (before.tags if before else ()) if tag.looks}
-        scan = _Scan(run_dir, [resolve(link) for link in _links(run_dir)], known)
+        earlier_tags = {tag.looks: tag for tag in (before.tags if before else ()) if tag.looks}
+        scan = _Scan(run_dir, [resolve(link) for link in _links(run_dir)], earlier_tags)
         if named[0] is None and not problems:
             found = _checkpoints_in(run_dir, pattern)
             if found:
@@ -286,14 +286,14 @@ def change_digest(directory: Path) -> tuple[int, int, str]:
     What links in it lead to counts only for the digest.
     """
     changed, nbytes, digest = 0, 0, sha256()
-    found = {directory: examine(directory, follows=False)}
-    listed = listed_below(directory) if found[directory].is_directory else []
-    found |= {entry.path: entry.status() for entry in listed}
+    stats = {directory: examine(directory, follows=False)}
+    listed = listed_below(directory) if stats[directory].is_directory else []
+    stats |= {entry.path: entry.status() for entry in listed}
     behind = {path: stat for e in listed if e.is_link for path, stat in _behind(e.path)}
-    for stat in found.values():
+    for stat in stats.values():
         changed = max(changed, stat.modified_ns)
         nbytes += stat.nbytes if stat.is_file else 0
-    for path, stat in (*sorted(found.items(), key=_path), *sorted(behind.items(), key=_path)):
+    for path, stat in (*sorted(stats.items(), key=_path), *sorted(behind.items(), key=_path)):
         looks = f"{path}\0{stat.mode}\0{stat.nbytes}\0{stat.modified_ns}\0{stat.file_id}\0"
         digest.update(os.fsencode(looks + _etag_of(stat)))
     return changed, nbytes, digest.hexdigest()
@@ -327,10 +327,10 @@ def _checkpoints_in(output_dir: Path, pattern: str | None = None) -> list[Path]:
     so are those that the pattern of the checkpoints to consider does not match.
     """
     named = [path for path in paths_in(output_dir) if _kind(path.name) is not None]
-    found = sorted(filter(is_real_directory, named))
-    if not any(exists(path / names.LATEST) for path in found):
+    checkpoints = sorted(filter(is_real_directory, named))
+    if not any(exists(path / names.LATEST) for path in checkpoints):
         return []
-    considered = [p.name for p in found if pattern is None or is_like(p.name, pattern)]
+    considered = [p.name for p in checkpoints if pattern is None or is_like(p.name, pattern)]
     kinds = sorted({kind for name in considered if (kind := _kind(name))})
     if len(kinds) > 1:
         message = f"{output_dir}: holds checkpoints named {kinds[0]} and {kinds[1]}, whose"
@@ -338,7 +338,7 @@ def _checkpoints_in(output_dir: Path, pattern: str | None = None) -> list[Path]:
             f"{message} numbers do not tell which is newer; keep them apart, or choose with "
             f"{Option('tags')}"
         )
-    return found
+    return checkpoints
 
 
 def _kind(name: str) -> str | None:
@@ -372,12 +372,12 @@ def open_tag(run_dir: Path, name: str) -> Source:
 
 def _best_of(output_dir: Path, checkpoints: Sequence[Path]) -> Mapping[str, str]:
     """Return the name of each checkpoint that HF Trainer calls the best → the file that says so."""
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     for directory in (output_dir, *checkpoints):
         path = directory / TRAINER_STATE
         for name in _best(path):
-            found[name] = path.relative_to(output_dir).as_posix()
-    return found
+            files[name] = path.relative_to(output_dir).as_posix()
+    return files
 
 
 def _called_best(opened: Source) -> tuple[str, ...]:
@@ -385,14 +385,14 @@ def _called_best(opened: Source) -> tuple[str, ...]:
 
     Without a metric to monitor, each save calls itself the best, which says nothing.
     """
-    found = []
+    best_names = []
     for model_part in opened.checkpoint.model_parts[:1]:
         callbacks = model_part.model_state.get("callbacks")
         for state in callbacks.values() if isinstance(callbacks, dict) else ():
             path = state.get("best_model_path") if isinstance(state, dict) else None
             if isinstance(path, str) and path and state.get("monitor", "") is not None:
-                found.append(PureWindowsPath(path).name)
-    return tuple(found)
+                best_names.append(PureWindowsPath(path).name)
+    return tuple(best_names)
 
 
 def _best(path: Path) -> Iterator[str]:

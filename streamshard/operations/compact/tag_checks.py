@@ -31,15 +31,15 @@ from streamshard.source.structure import require_same_repeats
 
 
 def accounted_for(source: Source, root: Path) -> str:
-    known = {file.path for file in source.files}
-    known |= {source.path / file.path for file in source.checkpoint.files}
+    paths = {file.path for file in source.files}
+    paths |= {source.path / file.path for file in source.checkpoint.files}
     count = 0
     with source_errors(root):
         for entry in listed_below(root):
             if entry.is_directory:
                 continue
             count += 1
-            if not entry.status().is_file or entry.path not in known:
+            if not entry.status().is_file or entry.path not in paths:
                 raise UnsupportedError(f"{entry.path}: would not be in an archive; move it away")
     return counted(count, "file")
 
@@ -54,12 +54,12 @@ def ranks_agree(source: Source) -> str:
 
 
 def records_of(source: Source, run_dir: Path) -> tuple[SourceRecord, ...]:
-    found = []
+    records = []
     for file in source.files:
         with source_errors(file.path):
             status = examine(file.path)
-        found.append(SourceRecord.of(os.path.relpath(file.path, run_dir), status))
-    return tuple(found)
+        records.append(SourceRecord.of(os.path.relpath(file.path, run_dir), status))
+    return tuple(records)
 
 
 def unchanged(receipt: Receipt, root: Path, context: RunContext | None = None) -> str:
@@ -71,18 +71,18 @@ def unchanged(receipt: Receipt, root: Path, context: RunContext | None = None) -
     records = receipt.below_tag()
     with source_errors(root):
         files = [entry for entry in listed_below(root) if not entry.is_directory]
-        found = {entry.path.relative_to(root).as_posix(): entry.status() for entry in files}
-        for name in sorted(found.keys() ^ records.keys()):
+        statuses = {entry.path.relative_to(root).as_posix(): entry.status() for entry in files}
+        for name in sorted(statuses.keys() ^ records.keys()):
             there = "was archived, and is not there" if name in records else "was not archived"
             raise IncompleteError(f"{root / name}: {there}")
-        for name, status in found.items():
+        for name, status in statuses.items():
             if difference := records[name].difference(status):
                 raise CorruptFileError(f"{root / name}: {difference}")
-        digests = context.hash_all([root / name for name in found]) if context else []
-    for name, digest in zip(found, digests, strict=bool(context)):
+        digests = context.hash_all([root / name for name in statuses]) if context else []
+    for name, digest in zip(statuses, digests, strict=bool(context)):
         if digest != records[name].sha256:
             raise CorruptFileError(f"{root / name}: its bytes are not those that were archived")
-    return counted(len(found), "file")
+    return counted(len(statuses), "file")
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,12 +44,12 @@ class HealthRecord(JsonRecord):
     tags: tuple[TagHealth, ...] = ()
 
     def require_sound(self) -> None:
-        for one in self.tags:
-            if not names.is_tag(one.tag):
-                raise ValueError(f"{show(one.tag)} is not a tag")
-            if one.saved:
-                parse_moment(one.saved)
-            for found in one.tensors.values():
+        for tag in self.tags:
+            if not names.is_tag(tag.tag):
+                raise ValueError(f"{show(tag.tag)} is not a tag")
+            if tag.saved:
+                parse_moment(tag.saved)
+            for found in tag.tensors.values():
                 found.require_possible()
 
     @classmethod
@@ -64,10 +64,10 @@ class TagHealths:
         self._context = context
         self._remembers = remembers
         """Whether what is found out is recorded: a dry run writes nothing."""
-        self._known = dict[tuple[str, str], TagHealth]()
+        self._healths = dict[tuple[str, str], TagHealth]()
         with suppress(SourceError):  # then each tag is read again, and the record replaced
             record = HealthRecord.of(context.archive_dir)
-            self._known = {(one.tag, one.looks): one for one in record.tags}
+            self._healths = {(one.tag, one.looks): one for one in record.tags}
 
     def read(self, tag: Tag) -> str | SourceError:
         """Say why a tag is not good, empty if it is; read it if that is not known.
@@ -86,7 +86,7 @@ class TagHealths:
             # What is in the trash is identified by its archive, which holds all of it.
             archived = self._context.archived(tag.name)
             looks = tag.looks or archived.require_receipt().sums_sha256
-            known = self._known.get((tag.name, looks))
+            known = self._healths.get((tag.name, looks))
             return otherwise(tag, looks) if known is None else known.unhealthy
         except StreamshardError as error:
             release_frames(error)
@@ -102,29 +102,29 @@ class TagHealths:
             opened = open_source(request.root)
         progress = self._context.progress
         progress.tag = tag.name
-        found = Assessor(self._context.limits, progress, progress.advance).find(opened, request)
-        unhealthy = found.problems[0].message if found.problems else ""
+        findings = Assessor(self._context.limits, progress, progress.advance).find(opened, request)
+        unhealthy = findings.problems[0].message if findings.problems else ""
         if tag.looks:
             unhealthy = unhealthy.removeprefix(f"{self._context.run_dir / tag.name}: ")
-        if any(problem.kind == UNREADABLE for problem in found.problems):
+        if any(problem.kind == UNREADABLE for problem in findings.problems):
             raise SourceError(unhealthy)
         when = show_moment(moment_of(tag.changed_ns)) if tag.looks else ""
-        tensors = {} if unhealthy or not tag.looks else found.health
-        self._known[tag.name, looks] = TagHealth(tag.name, looks, when, unhealthy, tensors)
+        tensors = {} if unhealthy or not tag.looks else findings.health
+        self._healths[tag.name, looks] = TagHealth(tag.name, looks, when, unhealthy, tensors)
         return unhealthy
 
     def tensors(self, tag: Tag) -> Mapping[str, TensorHealth]:
-        known = self._known.get((tag.name, tag.looks))
+        known = self._healths.get((tag.name, tag.looks))
         return {} if known is None else known.tensors
 
     def record(self, run: RunDirectory) -> None:
         """Record what is known of the tags that are there; that it cannot be stops nothing."""
-        there, trashed = {(t.name, t.looks) for t in run.tags}, {t.name for t in run.trashed}
-        found = tuple(
+        keys, trashed = {(t.name, t.looks) for t in run.tags}, {t.name for t in run.trashed}
+        tags = tuple(
             one
-            for key, one in self._known.items()
-            if key in there or (one.tag in trashed and not one.saved)
+            for key, one in self._healths.items()
+            if key in keys or (one.tag in trashed and not one.saved)
         )
         if self._remembers:
             with suppress(TargetError):
-                HealthRecord(found).write(self._context.archive_dir / _HEALTH)
+                HealthRecord(tags).write(self._context.archive_dir / _HEALTH)

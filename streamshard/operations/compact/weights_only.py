@@ -88,7 +88,7 @@ class WeightsOnlyStore:
             workers=limits.workers,
         )
         output = store_output(
-            self.source, verb="compact", options=options, known=manifest.health, kept=self.kept
+            self.source, verb="compact", options=options, health=manifest.health, kept=self.kept
         )
         plan_output(options, output, target, limits.floor_bytes).run(progress)
 

@@ -100,12 +100,12 @@ def store_output(
     *,
     verb: str,
     options: ConvertOptions,
-    known: Mapping[str, TensorHealth] | None = None,
+    health: Mapping[str, TensorHealth] | None = None,
     kept: KeptArrays | None = None,
 ) -> Output:
     """Describe the store of an opened source; `verb` is the verb that writes it.
 
-    `known`: record the health of its tensors; what was measured earlier, and all are read if some
+    `health`: record the health of its tensors; what was measured earlier, and all are read if some
     is missing.
     `kept`: arrays of all tensors that are to stay as they are in the opened store; their files are
     linked, except in one file.
@@ -121,10 +121,10 @@ def store_output(
     largest = max((math.prod(shape) * ITEMSIZE[t.dtype] for shape, t in both), default=0)
     limits = Limits(resident_bytes(), options.memory_limit, options.workers)
     measure = None
-    if known is not None:
+    if health is not None:
         from streamshard.compare.tensor_content import measured  # not at the top: rare
 
-        measure = partial(measured, opened, limits, known)
+        measure = partial(measured, opened, limits, health)
     target = as_path(options.target)
     packs, planned = is_packed_name(target), (opened, shapes, codec, measure)
     writer = StoreTargets(*planned)
@@ -143,7 +143,7 @@ def store_output(
             "tag": checkpoint.tag,
             "codec": codec,
             "chunk_size": str(options.chunk_size),
-            **({} if known is None else {"health": "measured"}),
+            **({} if health is None else {"health": "measured"}),
         },
         source_world_size=checkpoint.ranks,
         world_size=checkpoint.ranks if checkpoint.uncut else None,

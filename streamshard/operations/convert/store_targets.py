@@ -133,12 +133,12 @@ class StoreTargets(TargetWriter):
     def beginnings(self) -> Iterator[FileLayout]:
         """Lay out the root, the training state, and some chunks, with the document of each."""
         documents, chunks = self._documents(), list(self._chunks())
-        some = chunks[:: -(-len(chunks) // _MOST_SAMPLES) or 1]
+        samples = chunks[:: -(-len(chunks) // _MOST_SAMPLES) or 1]
         tensors = self._source.checkpoint.tensors
-        arrays = [f"{array_path(tensors[number])}/zarr.json" for number, _ in some]
+        arrays = [f"{array_path(tensors[number])}/zarr.json" for number, _ in samples]
         paths = ROOT_DOCUMENT, STATE_FILES[1], *arrays
         yield from fixed_files({path: documents[path] for path in paths})
-        for tensor, chunk in some:
+        for tensor, chunk in samples:
             yield replace(self._chunk_layout(tensor, chunk), take=ignore)
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
@@ -368,11 +368,11 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, chunk_bytes: int) -> tupl
 
 
 def _divisor(length: int, at_most: int) -> int:
-    found = 1
+    divisor = 1
     for small in range(1, math.isqrt(length) + 1):
         if length % small == 0:
-            found = max([found, *(d for d in (small, length // small) if d <= at_most)])
-    return found
+            divisor = max([divisor, *(d for d in (small, length // small) if d <= at_most)])
+    return divisor
 
 
 def together(

@@ -71,23 +71,23 @@ def diff(options: _Diff) -> DiffReport:
     floor_bytes = resident_memory.resident_bytes()
     resident_memory.restart_peak()
     began = time.monotonic()
-    left, right, params = options.left, options.right, options.params
-    for side in (left, right):
+    left_path, right_path, params = options.left, options.right, options.params
+    for side in (left_path, right_path):
         require_finished(as_path(side))
-    first, second = requests(options, left, right)
+    first, second = requests(options, left_path, right_path)
     limit_bytes = memory_limits.limit_or_default(options.memory_limit, floor_bytes)
     limits = Limits(floor_bytes, limit_bytes, options.workers)
-    one, other = open_alike(first, second, first.open(), second.open())
-    one.require_use_of_like(needed=other.needs_like)
-    one, other, joined = other_degrees().join_unequal(one, other)
-    pairing = pair_up(one, other, by_value=True)
+    left, right = open_alike(first, second, first.open(), second.open())
+    left.require_use_of_like(needed=right.needs_like)
+    left, right, joined = other_degrees().join_unequal(left, right)
+    pairing = pair_up(left, right, by_value=True)
     notes = list(pairing.notes)
     if params:
-        _choose(pairing, one, other, params)
+        _choose(pairing, left, right, params)
         notes.append(f"Compared are tensors named {', '.join(params)}, and nothing else.")
     notes += _notes(pairing.pairs)
-    runs = Runs(one, other, pairing.pairs, block_numel=BLOCK_NUMEL)
-    plan = fit_sides(limits, one, other, copies_bytes=_TENSOR_BYTES * len(pairing.pairs))
+    runs = Runs(left, right, pairing.pairs, block_numel=BLOCK_NUMEL)
+    plan = fit_sides(limits, left, right, copies_bytes=_TENSOR_BYTES * len(pairing.pairs))
     progress = options.progress or Silent()
     read = Count(progress.advance)
     for put_together in joined:
@@ -97,10 +97,10 @@ def diff(options: _Diff) -> DiffReport:
     totals = measured(runs, plan, read.add)
     tensors, states = _summed(pairing.pairs, totals)
     return DiffReport(
-        left=str(left),
-        right=str(right),
-        kinds=(one.kind.name, other.kind.name),
-        tags=(one.checkpoint.tag, other.checkpoint.tag),
+        left=str(left_path),
+        right=str(right_path),
+        kinds=(left.kind.name, right.kind.name),
+        tags=(left.checkpoint.tag, right.checkpoint.tag),
         tensors=tensors,
         states=states,
         differences=tuple(pairing.differences),
@@ -114,9 +114,9 @@ def diff(options: _Diff) -> DiffReport:
     )
 
 
-def _choose(pairing: Pairing, one: Source, other: Source, patterns: Sequence[str]) -> None:
+def _choose(pairing: Pairing, left: Source, right: Source, patterns: Sequence[str]) -> None:
     """Keep only the tensors whose names match a pattern."""
-    names = _Names(one, other)
+    names = _Names(left, right)
     known = [p.tensor for p in pairing.pairs if p.tensor is not None]
     known_names = [name for t in (*known, *pairing.tensors.values()) for name in names.of(t)]
     for pattern in patterns:
@@ -175,25 +175,25 @@ def _summed(
     for pair in pairs:
         state = TRAINING if pair.tensor is None else pair.tensor.state
         bytes_only = f"{pair.itemsize}-byte" if pair.tensor is None else ""
-        found = TensorDiff(
+        tensor_diff = TensorDiff(
             name=pair.name,
             state=state,
             dtypes=(bytes_only or pair.left.dtype, bytes_only or pair.right.dtype),
             shape=(pair.nbytes // pair.itemsize,) if pair.tensor is None else pair.tensor.shape,
             distance=totals[pair].distance(are_numbers=state not in _BITS_ONLY),
         )
-        tensors.append(found)
+        tensors.append(tensor_diff)
         together, of_state = states.setdefault(state, (Totals(), []))
         together.join(totals[pair])
-        of_state.append(found)
+        of_state.append(tensor_diff)
     return tuple(tensors), tuple(
         StateDiff(
             state=state,
-            tensors=len(held),
-            changed_tensors=sum(tensor.distance.changed > 0 for tensor in held),
+            tensors=len(diffs),
+            changed_tensors=sum(tensor.distance.changed > 0 for tensor in diffs),
             distance=together.distance(are_numbers=state not in _BITS_ONLY),
         )
-        for state, (together, held) in states.items()
+        for state, (together, diffs) in states.items()
     )
 
 

@@ -114,13 +114,13 @@ class Totals:
     largest: float = 0.0
     peak: float = 0.0
 
-    def add(self, found: Measured) -> None:
+    def add(self, measurement: Measured) -> None:
         """Add the next result, block by block in order, so that the sums are reproducible."""
-        self.counts += found.counts
+        self.counts += measurement.counts
         with np.errstate(over="ignore", invalid="ignore"):
-            self.sums = np.add.accumulate([self.sums, *found.sums])[-1]
-        self.largest = max(self.largest, found.largest)
-        self.peak = max(self.peak, found.peak)
+            self.sums = np.add.accumulate([self.sums, *measurement.sums])[-1]
+        self.largest = max(self.largest, measurement.largest)
+        self.peak = max(self.peak, measurement.peak)
 
     def join(self, other: "Totals") -> None:
         """Add the totals of another tensor."""

@@ -237,7 +237,7 @@ class DcpFiles:
 
     def __init__(self, contents: DcpContents) -> None:
         self.notes = contents.notes
-        self.held: dict[str, list[tuple[DcpEntry, ItemPlace]]] = {}
+        self.files: dict[str, list[tuple[DcpEntry, ItemPlace]]] = {}
         """File → the items in it, in order."""
         self._metadata: dict[str, bytes] = {}
         self._entries = [entry for entries in contents.folders.values() for entry in entries]
@@ -253,7 +253,7 @@ class DcpFiles:
                 nbytes = _frame_of(entry, shape).nbytes
                 places.append(ItemPlace(name, end, nbytes, first, shape))
                 end += nbytes
-            self.held.setdefault(prefix + name, []).extend((entry, place) for place in places)
+            self.files.setdefault(prefix + name, []).extend((entry, place) for place in places)
             placed.append(PlacedEntry(entry.paths, tuple(places), entry.dtype, entry.shape))
         self._metadata[prefix + dcp_names.METADATA] = serialize_metadata(placed)
 
@@ -265,7 +265,7 @@ class DcpFiles:
         return sum(bool(entry.dtype) for entry in self._entries)
 
     def layouts(self) -> Iterator[FileLayout]:
-        for path, items in self.held.items():
+        for path, items in self.files.items():
             yield FileLayout(path, [piece for item in items for piece in _pieces(*item)])
         yield from fixed_files(self._metadata, is_last=True)
 

@@ -80,11 +80,11 @@ class ExportWriter(TargetWriter):
         return [] if path is None else [f"{path} is not what was written"]
 
     def finish(self, report: Report, overflowed: Mapping[str, int]) -> Report:
-        found = sorted(overflowed.items(), key=lambda item: (-item[1], item[0]))
-        count = sum(number for _, number in found)
+        overflows = sorted(overflowed.items(), key=lambda item: (-item[1], item[0]))
+        count = sum(number for _, number in overflows)
         if not count:
             return replace(report, overflowed=0)
-        named = some_of([f"{name} ({number:,})" for name, number in found], _MOST_NAMED)
+        named = some_of([f"{name} ({number:,})" for name, number in overflows], _MOST_NAMED)
         note = (
             f"{count:,} finite elements are too large for {report.dtype} and became infinite, in "
             f"{named}: use bf16."

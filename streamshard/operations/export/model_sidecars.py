@@ -31,12 +31,12 @@ class ModelSidecars:
 
     source: Source
     """The given source, with the files next to it added as if they were in it."""
-    found: tuple[Sidecar, ...]
+    sidecars: tuple[Sidecar, ...]
     notes: tuple[str, ...]
 
     def layouts(self) -> Iterator[FileLayout]:
         """Yield the layouts of the files."""
-        for one in self.found:
+        for one in self.sidecars:
             nbytes = self.source.checkpoint.tensors[one.tensor].nbytes
             yield FileLayout(
                 one.path, [Elements(Whole(one.tensor), nbytes, "uint8")], mode=one.mode
@@ -53,65 +53,65 @@ def find_model_sidecars(source: Source, config: str = pretrained.CONFIG) -> Mode
     inside = pretrained.in_order_of_preference(
         [file.path for file in checkpoint.files], checkpoint.tag, (config,)
     )
-    own = source.path.absolute()
+    root = source.path.absolute()
     # Of others' checkpoints only tensors are read.
-    places = [own, own.parent] if checkpoint.foreign and is_directory(own) else [own.parent]
-    beside: dict[str, Path] = {}
+    places = [root, root.parent] if checkpoint.foreign and is_directory(root) else [root.parent]
+    neighbours: dict[str, Path] = {}
     notes: list[str] = []
     for place in places:
         try:
-            found_here, left = _beside(place, {*inside, *beside}, config)
+            files, links = _beside(place, {*inside, *neighbours}, config)
         except OSError as error:
             notes.append(f"Nothing was copied from {place}: it cannot be read ({error.strerror}).")
             continue
-        beside |= found_here
-        copied = found_here if place != own else {}
-        notes += _notes(copied, place, left)
-    source = _adopted(source, beside)
-    paths = {**inside, **{name: str(path) for name, path in beside.items()}}
+        neighbours |= files
+        copied = files if place != root else {}
+        notes += _notes(copied, place, links)
+    source = _adopted(source, neighbours)
+    paths = {**inside, **{name: str(path) for name, path in neighbours.items()}}
     tensors = {t.name: i for i, t in enumerate(source.checkpoint.tensors) if t.state == FILE}
     modes = {file.path: file.mode for file in source.checkpoint.files}
-    found = [Sidecar(name, tensors[path], modes[path]) for name, path in sorted(paths.items())]
+    sidecars = [Sidecar(name, tensors[path], modes[path]) for name, path in sorted(paths.items())]
     if config not in paths:
         notes.append(
             f"No {config} in or next to the source: from_pretrained needs the job's, next to the "
             "weights."
         )
-    return ModelSidecars(source, tuple(found), tuple(notes))
+    return ModelSidecars(source, tuple(sidecars), tuple(notes))
 
 
-def _beside(place: Path, known: Collection[str], config: str) -> tuple[dict[str, Path], list[str]]:
+def _beside(place: Path, names: Collection[str], config: str) -> tuple[dict[str, Path], list[str]]:
     """Find sidecars in a directory that are not known yet, and links that lead out of it."""
-    found: dict[str, Path] = {}
-    left = []
+    files: dict[str, Path] = {}
+    links = []
     for entry in sorted(paths_in(place)):
         name = entry.name
         comes = name == config or pretrained.comes_along(name)
-        if name in known or not name.isprintable() or not comes:
+        if name in names or not name.isprintable() or not comes:
             continue
         if is_file(entry) and stays_inside(entry, place):
-            found[name] = entry
+            files[name] = entry
         elif is_link(entry):
-            left.append(name)
-    return found, left
+            links.append(name)
+    return files, links
 
 
-def _adopted(source: Source, beside: Mapping[str, Path]) -> Source:
+def _adopted(source: Source, neighbours: Mapping[str, Path]) -> Source:
     """Add files to a source, each as one piece of raw bytes."""
-    if not beside:
+    if not neighbours:
         return source
-    files = [identify(path) for path in beside.values()]
+    files = [identify(path) for path in neighbours.values()]
     others = [OtherFile(str(f.path), examine(f.path).permissions) for f in files]
     added = source.append_files([other.path for other in others], files)
     checkpoint = replace(added.checkpoint, files=(*added.checkpoint.files, *others))
     return replace(added, checkpoint=checkpoint)
 
 
-def _notes(beside: Mapping[str, Path], around: Path, left: Sequence[str]) -> Iterator[str]:
-    if beside:
-        yield f"Copied from next to the source, {around}: {', '.join(beside)}."
-    if left:
+def _notes(files: Mapping[str, Path], around: Path, links: Sequence[str]) -> Iterator[str]:
+    if files:
+        yield f"Copied from next to the source, {around}: {', '.join(files)}."
+    if links:
         yield (
-            f"Not copied, as they are links that lead out of {around}: {', '.join(left)}. Put "
+            f"Not copied, as they are links that lead out of {around}: {', '.join(links)}. Put "
             "copies of what belongs to the model next to the weights."
         )

@@ -82,11 +82,11 @@ def choose_weights(
     `takes_experts`: whether experts are exported, of which only master weights are known here.
     """
     model_part = only_model_part(checkpoint, takes_experts=takes_experts)
-    found = list(_candidates(checkpoint, model_part))
+    candidates = list(_candidates(checkpoint, model_part))
     if not checkpoint.layout.stage:
-        _require_told(found, checkpoint, options)
+        _require_told(candidates, checkpoint, options)
     apart = dict(_not_in_rows(model_part))
-    _require_sense([*(name for one, _ in found for name in one.names), *apart], options)
+    _require_sense([*(name for one, _ in candidates for name in one.names), *apart], options)
     for name, tensor in apart.items():
         if _is_taken(name, options):
             message = f"'{name}' is not stored as its elements in a row: {tensor.order}. Make it"
@@ -94,7 +94,7 @@ def choose_weights(
             raise UnsupportedError(f"{message} with {Option('exclude', [name])}")
     chosen = [
         replace(one, names=held, dtype=_dtype(one.dtype, held[0], kind, options))
-        for one, kind in found
+        for one, kind in candidates
         if (held := tuple(name for name in one.names if _is_taken(name, options)))
     ]
     if not chosen:
@@ -105,11 +105,11 @@ def choose_weights(
 
 
 def _require_told(
-    found: Sequence[tuple[Weight, str]], checkpoint: Checkpoint, options: ExportOptions
+    candidates: Sequence[tuple[Weight, str]], checkpoint: Checkpoint, options: ExportOptions
 ) -> None:
     """Refuse a cast of weights whose master weights the files of stage 0 do not name."""
     where = checkpoint.foreign or "saved without ZeRO (stage 0)"
-    for one, kind in found:
+    for one, kind in candidates:
         is_narrow = kind == "weight" and one.dtype in ("bfloat16", "float16")
         is_cast = _dtype(one.dtype, one.names[0], kind, options) != one.dtype
         if is_narrow and is_cast and any(_is_taken(name, options) for name in one.names):
@@ -168,12 +168,12 @@ def _not_in_rows(model_part: ModelPart) -> Iterator[tuple[str, Tensor]]:
                 yield entry.name, tensor
 
 
-def _require_sense(found: Sequence[str], options: ExportOptions) -> None:
+def _require_sense(tensor_names: Sequence[str], options: ExportOptions) -> None:
     """Refuse patterns that match no tensor's name: they are probably misspelled."""
-    example = found[0] if found else ""
+    example = tensor_names[0] if tensor_names else ""
     for option, patterns in (("include", options.include), ("exclude", options.exclude)):
         for pattern in patterns:
-            if not any(is_named(name, [pattern]) for name in found):
+            if not any(is_named(name, [pattern]) for name in tensor_names):
                 message = f"{Option(option, [pattern])}: no tensor has such a name"
                 raise UsageError(f"{message}; one is '{example}'")
 
@@ -227,24 +227,24 @@ class WeightFiles:
         self.form = form
         """`safetensors` or `torch`."""
         if is_adapter:  # PEFT reads one file, of any size
-            self.held = {pretrained.ADAPTER_FILES[form]: [*weights]}
+            self.files = {pretrained.ADAPTER_FILES[form]: [*weights]}
             return
         ranges = shards([weight.nbytes for weight in weights], most_bytes)
         paths = pretrained.weight_files(form, len(ranges))
-        self.held = {p: [weights[i] for i in r] for p, r in zip(paths, ranges, strict=True)}
+        self.files = {p: [weights[i] for i in r] for p, r in zip(paths, ranges, strict=True)}
         """File → the weights in it."""
 
     def documents(self) -> dict[str, bytes]:
         """Serialize the index, if there are several files: it is known without reading tensors."""
-        if len(self.held) == 1:
+        if len(self.files) == 1:
             return {}
         where = {
             name: path
-            for path, weights in self.held.items()
+            for path, weights in self.files.items()
             for weight in weights
             for name in self.names(weight)
         }
-        total_bytes = sum(w.nbytes for weights in self.held.values() for w in weights)
+        total_bytes = sum(w.nbytes for weights in self.files.values() for w in weights)
         return {pretrained.index_file(self.form): pretrained.index(where, total_bytes)}
 
     def names(self, weight: Weight) -> Sequence[str]:
@@ -253,7 +253,7 @@ class WeightFiles:
 
     def layouts(self) -> Iterator[FileLayout]:
         lay_out = _torch if self.form == pretrained.TORCH else _safetensors
-        for path, weights in self.held.items():
+        for path, weights in self.files.items():
             yield lay_out(path, weights)
         yield from fixed_files(self.documents())
 
@@ -286,20 +286,20 @@ def shards(sizes: Sequence[int], most_bytes: int) -> list[range]:
     >>> shards([3, 3, 1, 9, 1], 6)
     [range(0, 2), range(2, 3), range(3, 4), range(4, 5)]
     """
-    found, first, size = [], 0, 0
+    ranges, first, size = [], 0, 0
     for index, nbytes in enumerate(sizes):
         if index > first and size + nbytes > most_bytes:
-            found.append(range(first, index))
+            ranges.append(range(first, index))
             first, size = index, 0
         size += nbytes
-    return [*found, range(first, len(sizes))]
+    return [*ranges, range(first, len(sizes))]
 
 
 def adapter_weights(chosen: Weights, checkpoint: Checkpoint) -> Weights:
     """Choose the adapter's weights, under the names that its files have."""
     adapter = _only_adapter(chosen)
     knows_trained = any(tensor.state == MASTER for tensor in checkpoint.tensors)
-    taken, left, lost = [], [], []
+    taken, base_names, lost = [], [], []
     for weight in chosen.weights:
         is_trained = checkpoint.tensors[weight.tensor].state == MASTER
         found = (renamed(name, adapter, is_trained=is_trained) for name in weight.names)
@@ -309,7 +309,7 @@ def adapter_weights(chosen: Weights, checkpoint: Checkpoint) -> Weights:
         elif is_trained:
             lost.append(weight.names[0])
         else:
-            left.append(weight.names[0])
+            base_names.append(weight.names[0])
     if lost:
         message = f"{Option('adapter')}: {show_few(lost)} was trained too, and is in no adapter: "
         message += f"leave it out with {Option('exclude')}, or export the whole model"
@@ -317,14 +317,14 @@ def adapter_weights(chosen: Weights, checkpoint: Checkpoint) -> Weights:
     if len({weight.names for weight in taken}) < len(taken):
         message = f"{Option('adapter')}: two of its weights have one name without '{adapter}'"
         raise UsageError(f"{message}: leave one out with {Option('exclude')}")
-    notes = (*chosen.notes, *_left_out(left, knows_trained))
+    notes = (*chosen.notes, *_left_out(base_names, knows_trained))
     return replace(chosen, weights=tuple(taken), notes=notes)
 
 
-def _left_out(left: list[str], knows_trained: bool) -> Iterator[str]:
-    if left:
+def _left_out(base_names: list[str], knows_trained: bool) -> Iterator[str]:
+    if base_names:
         doubt = "" if knows_trained else "; no file tells what was trained"
-        yield f"Not exported, as they are the base model's{doubt}: {show_few(left)}."
+        yield f"Not exported, as they are the base model's{doubt}: {show_few(base_names)}."
 
 
 def _only_adapter(chosen: Weights) -> str:
@@ -353,16 +353,16 @@ def renamed(name: str, adapter: str, *, is_trained: bool = False) -> str | None:
     """
     if match := _LORA.fullmatch(name):
         stem, _, suffix = match.groups(default="")
-        found = stem if stem.endswith("lora_magnitude_vector") else stem + suffix
+        new_name = stem if stem.endswith("lora_magnitude_vector") else stem + suffix
     elif (saved := f".modules_to_save.{adapter}.") in name:
-        found = name.replace(saved, ".")
+        new_name = name.replace(saved, ".")
     elif name.endswith(delta := f".trainable_tokens_delta.{adapter}"):
-        found = name.removesuffix(delta) + ".trainable_tokens_delta"
+        new_name = name.removesuffix(delta) + ".trainable_tokens_delta"
     elif is_trained and name.endswith(".bias"):
-        found = name
+        new_name = name
     else:
         return None
-    if not found.startswith(_PREFIX):
+    if not new_name.startswith(_PREFIX):
         message = f"{Option('adapter')}: '{name}' does not begin with '{_PREFIX}', as PEFT asks"
         raise UsageError(f"{message}: leave {Option('adapter')} out, and rename what is exported")
-    return found
+    return new_name

@@ -38,23 +38,23 @@ def summaries(root: Path, opened: Source | None = None) -> tuple[CheckpointSumma
         latest = _latest(root)
         counted = [_summary(root, name, latest, opened) for name in find_candidates(root)]
     counted.sort(key=lambda one: _age(one[0]))
-    found = [one for one, _ in counted]
+    checkpoints = [one for one, _ in counted]
     for number, ((before, older), (one, newer)) in enumerate(pairwise(counted), 1):
         if older is not None and newer is not None:
             skipped = skipped_since(before.path, older, newer)
-            found[number] = replace(one, warnings=(*one.warnings, *skipped))
-    known = [one.path for one in found if one.step is not None]
-    return tuple(replace(one, is_newest=one.path in known[-1:]) for one in found)
+            checkpoints[number] = replace(one, warnings=(*one.warnings, *skipped))
+    known = [one.path for one in checkpoints if one.step is not None]
+    return tuple(replace(one, is_newest=one.path in known[-1:]) for one in checkpoints)
 
 
-def _age(one: CheckpointSummary) -> tuple[int, int, str, str]:
+def _age(summary: CheckpointSummary) -> tuple[int, int, str, str]:
     """Return a sort key: the step; then, for copies of a step, the step in the name, then the time.
 
     Checkpoints without a known step come first.
     """
-    named = step_of_path(one.path)
-    step, named = (-1 if number is None else number for number in (one.step, named))
-    return step, named, one.changed or "", one.path
+    named = step_of_path(summary.path)
+    step, named = (-1 if number is None else number for number in (summary.step, named))
+    return step, named, summary.changed or "", summary.path
 
 
 def _latest(root: Path) -> str | None:

@@ -36,13 +36,13 @@ def group_files(files: Sequence[FileSummary], kind: Kind) -> tuple[FileGroup, ..
         members.setdefault(kind.pattern_of(file.path), []).append(file)
     return tuple(
         FileGroup(
-            pattern=key if kind.is_store else _common([file.path for file in held]),
-            files=len(held),
-            nbytes=sum(file.nbytes for file in held),
-            smallest=min(file.nbytes for file in held),
-            largest=max(file.nbytes for file in held),
+            pattern=key if kind.is_store else _common([file.path for file in group]),
+            files=len(group),
+            nbytes=sum(file.nbytes for file in group),
+            smallest=min(file.nbytes for file in group),
+            largest=max(file.nbytes for file in group),
         )
-        for key, held in members.items()
+        for key, group in members.items()
     )
 
 

@@ -68,7 +68,7 @@ def inspect(options: InspectOptions) -> Inspection:
     is_brief = bool(params or rank is not None or html)
     is_run = opened.kind.is_tag and opened.path == as_path(source) and tag is None
     try:
-        found = replace(
+        inspection = replace(
             summarize(opened),
             checkpoints=summaries(opened.path, opened) if is_run and not is_brief else (),
             details=parameter_details(opened, params),
@@ -77,17 +77,17 @@ def inspect(options: InspectOptions) -> Inspection:
     except UsageError as error:
         raise UsageError(f"{opened.path}: {error}") from error
     if html is None:
-        return found
-    drawn = page_file.write_page(html, _page_of(opened, found, html, options))
-    return replace(found, pictures=(drawn,))
+        return inspection
+    drawn = page_file.write_page(html, _page_of(opened, inspection, html, options))
+    return replace(inspection, pictures=(drawn,))
 
 
-def _page_of(source: Source, found: Inspection, html: Path, options: InspectOptions) -> bytes:
+def _page_of(source: Source, inspection: Inspection, html: Path, options: InspectOptions) -> bytes:
     from streamshard.operations.inspect.inspect_page import cut_of, cut_page
 
     require_separate(source.path, html, source.directories)
     cut = cut_of(source, world_size=options.world_size, zero_stage=options.zero_stage)
-    return cut_page(found, source, cut)
+    return cut_page(inspection, source, cut)
 
 
 def summarize(source: Source) -> Inspection:
@@ -142,13 +142,13 @@ def summarize(source: Source) -> Inspection:
 
 
 def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
-    found = []
+    groups = []
     for model_part in checkpoint.model_parts:
         if not model_part.groups:
             continue
         numels = checkpoint.master_numels(model_part)
         hyper = model_part.wrapped_optimizer["param_groups"]
-        found += [
+        groups += [
             GroupSummary(
                 model_part=model_part.name,
                 expert_rank=group.expert_rank if group.expert_parallel > 1 else None,
@@ -162,7 +162,7 @@ def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
             )
             for group in model_part.groups
         ]
-    return tuple(found)
+    return tuple(groups)
 
 
 def _plain(node: Node) -> Any:  # noqa: ANN401

@@ -183,30 +183,30 @@ def _way(cut: _Cut, model_part: ModelPart, place: int, params: Sequence[str]) ->
     or further right in the row where it begins. `borders` are where sub-groups end in every row.
     """
     group, layout = model_part.groups[place], cut.layout
-    numels = cut.checkpoint.master_numels(model_part)
-    own = np.array([numels[name] for name in group.params], dtype=np.int64)
-    before, ranks = np.cumsum(own) - own, sharing_ranks(group, layout)
+    master_numels = cut.checkpoint.master_numels(model_part)
+    numels = np.array([master_numels[name] for name in group.params], dtype=np.int64)
+    before, ranks = np.cumsum(numels) - numels, sharing_ranks(group, layout)
     borders: list[int] = []
     chunks = None
     if cut.tape is not None:
-        length, ranks = max(1, ceil_div(int(own.sum()), _TAPE_ROWS)), []
-        origin, piece, at = before, np.full_like(own, length), np.zeros_like(own)
+        length, ranks = max(1, ceil_div(int(numels.sum()), _TAPE_ROWS)), []
+        origin, piece, at = before, np.full_like(numels, length), np.zeros_like(numels)
         rows = [cut.checkpoint.tensor_index()[model_part.name, MASTER, name] for name in params]
         chunks = column(cut.tape.cutting.piece_numel[rows])
     elif layout.stage < 3:
         flat = flat_groups(cut.checkpoint, model_part, layout, cut.module_dtype)[place]
         length = flat.partition_numel
-        origin, piece, at = flat.starts, np.full_like(own, length), np.zeros_like(own)
+        origin, piece, at = flat.starts, np.full_like(numels, length), np.zeros_like(numels)
     else:
         lasts = np.cumsum(model_part.tensor_counts(group), dtype=np.int64) - 1
-        ends, sizes = ends_and_numels(own, lasts)
+        ends, sizes = ends_and_numels(numels, lasts)
         counts, shares = np.diff(lasts, prepend=-1), -(-sizes // len(ranks))
         origin, piece = before - np.repeat(ends - sizes, counts), np.repeat(shares, counts)
         at, length = np.repeat(np.cumsum(shares) - shares, counts), int(shares.sum())
         borders = [int(at[end]) for end in _sub_group_ends(cut, model_part, place)]
     position = {name: number for number, name in enumerate(group.params)}
     order = np.array([position[name] for name in params], dtype=np.int64)
-    count = len(ranks) or max(1, ceil_div(int(own.sum()), length))
+    count = len(ranks) or max(1, ceil_div(int(numels.sum()), length))
     return {
         "title": cut.title,
         "rows": count,
@@ -234,18 +234,18 @@ def _sub_group_ends(cut: _Cut, model_part: ModelPart, place: int) -> Iterator[in
     yield from (i for i, (one, other) in enumerate(pairwise(slots), 1) if one != other)
 
 
-def cut_page(found: Inspection, source: Source, cut: Document) -> bytes:
+def cut_page(inspection: Inspection, source: Source, cut: Document) -> bytes:
     is_of_ranks = source.kind.is_of_ranks
-    numbers = {file.path: number for number, file in enumerate(found.file_list)}
+    numbers = {file.path: number for number, file in enumerate(inspection.file_list)}
     listed = np.array([numbers.get(relative(source, n), -1) for n in range(len(source.files))])
     ranks = dict(zip(listed.tolist(), source.kind.ranks_of_files(source), strict=True))
     document = {
-        **asdict(replace(found, parameters=(), file_list=())),
-        "parameters": table(found.parameters),
-        "file_list": _files(found.file_list, list(map(ranks.get, numbers.values())))
+        **asdict(replace(inspection, parameters=(), file_list=())),
+        "parameters": table(inspection.parameters),
+        "file_list": _files(inspection.file_list, list(map(ranks.get, numbers.values())))
         if is_of_ranks
         else {},
-        "kind_title": reader_of(found.kind).title,
+        "kind_title": reader_of(inspection.kind).title,
         "alarms": _alarms(source),
         **cut,
     }
@@ -258,18 +258,18 @@ def cut_page(found: Inspection, source: Source, cut: Document) -> bytes:
         pool.clear()
     document["panels"] = pooled(document["panels"], pool)
     document["columns"] = [*map(json.loads, pool)]
-    return page(f"{resolve(source.path).name} at {found.tag}", document)
+    return page(f"{resolve(source.path).name} at {inspection.tag}", document)
 
 
-def unopened_page(found: CheckpointList | IncompleteCheckpoint) -> bytes:
-    document: Document = {**asdict(found), "kind_title": "directory of checkpoints"}
-    if isinstance(found, IncompleteCheckpoint):
-        document["kind_title"] = reader_of(found.kind).title
-        parsed = [names.parse(PurePosixPath(file.path).name) for file in found.file_list]
+def unopened_page(report: CheckpointList | IncompleteCheckpoint) -> bytes:
+    document: Document = {**asdict(report), "kind_title": "directory of checkpoints"}
+    if isinstance(report, IncompleteCheckpoint):
+        document["kind_title"] = reader_of(report.kind).title
+        parsed = [names.parse(PurePosixPath(file.path).name) for file in report.file_list]
         ranks = [None if one is None else one.dp_rank for one in parsed]
-        document["file_list"] = _files(found.file_list, ranks)
+        document["file_list"] = _files(report.file_list, ranks)
         document["model_parts"] = len({one.mp_rank for one in parsed if one is not None})
-    return page(PurePosixPath(found.path).name, document)
+    return page(PurePosixPath(report.path).name, document)
 
 
 def _files(files: Sequence[FileSummary], ranks: Sequence[int | None]) -> Document:
@@ -310,8 +310,8 @@ def _place(
     cutting, tensors = source.cutting, source.checkpoint.tensors
     if cutting.of is not None or cutting.pieces(rows).any():
         return None
-    held = [tensors[row] for row in rows.tolist()]
-    numels = np.array([tensor.numel for tensor in held], dtype=np.int64)
+    state_tensors = [tensors[row] for row in rows.tolist()]
+    numels = np.array([tensor.numel for tensor in state_tensors], dtype=np.int64)
     origin, piece = cutting.origin[rows], cutting.piece_numel[rows]
     itemsize = cutting.itemsize[rows]
     first = origin // piece
@@ -323,13 +323,13 @@ def _place(
     pieces = np.unique(np.concatenate([np.arange(*ends) for ends in ranges]))
     columns = {"origin": origin, "piece": piece, "lead": cutting.lead[rows] // itemsize}
     packed = {name: column(values) for name, values in columns.items()}
-    same = {"origin": "origin", "piece": "piece", "lead": "at"}
+    aliases = {"origin": "origin", "piece": "piece", "lead": "at"}
     return {
         "state": state,
-        "dtype": held[0].dtype,
+        "dtype": state_tensors[0].dtype,
         "itemsize": int(itemsize[0]),
         "slot": column(np.searchsorted(pieces, lower) - first),
         "file": column(listed[cutting.file[pieces]]),
         "offset": column(cutting.offset[pieces]),
-        **{name: values for name, values in packed.items() if values != drawn[same[name]]},
+        **{name: values for name, values in packed.items() if values != drawn[aliases[name]]},
     }

@@ -322,11 +322,11 @@ class Inspection:
         """The facts that say which checkpoint it is."""
         codec = f", {self.codec}" if self.codec else ""
         kind = reader_of(self.kind)
-        found = [("checkpoint", f"{self.path} ({kind.title}{codec})"), ("tag", self.tag)]
+        facts = [("checkpoint", f"{self.path} ({kind.title}{codec})"), ("tag", self.tag)]
         if not kind.is_foreign:
             stage = f"ZeRO stage {self.zero_stage}" if self.zero_stage else "DeepSpeed without ZeRO"
-            found.append(("saved by", f"{stage}, world size {self.ranks_text}"))
-        return found
+            facts.append(("saved by", f"{stage}, world size {self.ranks_text}"))
+        return facts
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -344,41 +344,41 @@ class Inspection:
         return f"<Inspection {self.path!r}: {what}, {held}{wrong}>"
 
 
-def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
+def _facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
     """Yield what is in a checkpoint; one without ZeRO, or of others, does not record everything."""
-    numel = sum(group.numel for group in found.groups)
-    states = ", ".join(dict.fromkeys(key for group in found.groups for key in group.states))
-    trained = f"{len(found.parameters):,} trained, {counted(numel, 'element')}"
-    uncertain = f"{found.weights:,}, the files do not say which of them are trained"
-    also = [counted(found.buffers, "buffer"), counted(len(found.tied), "tied name")]
-    if reader_of(found.kind).is_foreign:
-        yield "dtypes", found.module_dtype or "not recorded"
-        if not found.groups:
+    numel = sum(group.numel for group in inspection.groups)
+    states = ", ".join(dict.fromkeys(key for group in inspection.groups for key in group.states))
+    trained = f"{len(inspection.parameters):,} trained, {counted(numel, 'element')}"
+    uncertain = f"{inspection.weights:,}, the files do not say which of them are trained"
+    also = [counted(inspection.buffers, "buffer"), counted(len(inspection.tied), "tied name")]
+    if reader_of(inspection.kind).is_foreign:
+        yield "dtypes", inspection.module_dtype or "not recorded"
+        if not inspection.groups:
             yield "weights", uncertain
             return
         yield "states", states or "none"
         yield "parameters", trained
-        yield "also", f"{found.weights:,} that are not trained: frozen weights or buffers"
+        yield "also", f"{inspection.weights:,} that are not trained: frozen weights or buffers"
         return
-    yield "DeepSpeed", found.deepspeed_version or "version not recorded"
-    yield "dtypes", _dtypes(found)
-    yield "steps", _steps(found)
-    yield "optimizer", found.optimizer or "type not recorded"
-    if found.zero_stage:
-        yield "states", states or ("dropped" if found.weights_only else "none yet")
+    yield "DeepSpeed", inspection.deepspeed_version or "version not recorded"
+    yield "dtypes", _dtypes(inspection)
+    yield "steps", _steps(inspection)
+    yield "optimizer", inspection.optimizer or "type not recorded"
+    if inspection.zero_stage:
+        yield "states", states or ("dropped" if inspection.weights_only else "none yet")
         yield "parameters", trained
-        yield "also", ", ".join([f"{found.frozen:,} frozen", *also])
+        yield "also", ", ".join([f"{inspection.frozen:,} frozen", *also])
     else:
         yield "states", "whole, in the model file, by number of the parameter"
         yield "parameters", uncertain
         yield "also", ", ".join(also)
 
 
-def _dtypes(found: Inspection) -> str:
-    if not found.zero_stage:
-        return found.module_dtype or "not recorded"
-    masters = ", ".join(sorted({group.master_dtype for group in found.groups})) or "none"
-    return f"{found.module_dtype or 'not recorded'}, master weights {masters}"
+def _dtypes(inspection: Inspection) -> str:
+    if not inspection.zero_stage:
+        return inspection.module_dtype or "not recorded"
+    masters = ", ".join(sorted({group.master_dtype for group in inspection.groups})) or "none"
+    return f"{inspection.module_dtype or 'not recorded'}, master weights {masters}"
 
 
 def _steps(found: Inspection) -> str:

@@ -94,15 +94,15 @@ def parameter_details(source: Source, patterns: Sequence[str]) -> tuple[Paramete
     # Not at the top: few look at single tensors.
     from streamshard.formats.name_patterns import is_named
 
-    found = list(_named(source.checkpoint))
-    known = [one.name for one in found]
+    tensors = list(_named(source.checkpoint))
+    names = [one.name for one in tensors]
     for pattern in patterns:
-        if not any(is_named(name, [pattern]) for name in known):
-            asked = Option("params", [pattern])
-            raise UsageError(f"{asked}: {_no_such_name(pattern, known)}")
+        if not any(is_named(name, [pattern]) for name in names):
+            option = Option("params", [pattern])
+            raise UsageError(f"{option}: {_no_such_name(pattern, names)}")
     index, ranks = source.checkpoint.tensor_index(), source.kind.ranks_of_files(source)
     return tuple(
-        _detail(source, one, index, ranks) for one in found if is_named(one.name, patterns)
+        _detail(source, one, index, ranks) for one in tensors if is_named(one.name, patterns)
     )
 
 
@@ -115,7 +115,7 @@ class _Named:
     entry: ModuleEntry | None
     """None for a parameter that the module does not list."""
     group: int | None
-    held: ParamGroup | None
+    param_group: ParamGroup | None
 
 
 def _named(checkpoint: Checkpoint) -> Iterator[_Named]:
@@ -131,42 +131,42 @@ def _named(checkpoint: Checkpoint) -> Iterator[_Named]:
             yield _Named(model_part, name, entry, None, None)
 
 
-def _no_such_name(pattern: str, known: Sequence[str]) -> str:
+def _no_such_name(pattern: str, names: Sequence[str]) -> str:
     from difflib import get_close_matches  # only a mistake needs it
 
-    near = get_close_matches(pattern, known, _NAMES_SHOWN, 0.4)
-    ordered = [*near, *(name for name in known if name not in near)]
+    near = get_close_matches(pattern, names, _NAMES_SHOWN, 0.4)
+    ordered = [*near, *(name for name in names if name not in near)]
     listed = some_of(ordered, len(near) or _NAMES_SHOWN)
     return f"no tensor of the model has such a name; there are {listed}"
 
 
 def _detail(
     source: Source,
-    one: _Named,
+    model_tensor: _Named,
     index: Mapping[tuple[str, str, str], int],
     ranks: Sequence[int | None],
 ) -> ParameterDetail:
     tensors = source.checkpoint.tensors
-    kept = [*(one.held.tensor_states if one.held else ()), MODULE]
-    found = {
-        state: index[one.model_part.name, state, one.name]
+    kept = [*(model_tensor.param_group.tensor_states if model_tensor.param_group else ()), MODULE]
+    rows = {
+        state: index[model_tensor.model_part.name, state, model_tensor.name]
         for state in kept
-        if (one.model_part.name, state, one.name) in index
+        if (model_tensor.model_part.name, state, model_tensor.name) in index
     }
-    entry = one.entry
-    shape = tensors[next(iter(found.values()))].shape if found else entry.shape if entry else ()
+    entry = model_tensor.entry
+    shape = tensors[next(iter(rows.values()))].shape if rows else entry.shape if entry else ()
     return ParameterDetail(
-        name=one.name,
-        model_part=one.model_part.name,
-        kind=entry.kind if entry and not one.held else "param",
+        name=model_tensor.name,
+        model_part=model_tensor.model_part.name,
+        kind=entry.kind if entry and not model_tensor.param_group else "param",
         alias_of=entry.alias_of if entry and entry.kind == "alias" else None,
         shape=shape,
         numel=int(np.prod(shape, dtype=np.int64)),
-        group=one.group,
-        states={state: tensors[tensor].dtype for state, tensor in found.items()},
+        group=model_tensor.group,
+        states={state: tensors[tensor].dtype for state, tensor in rows.items()},
         pieces=tuple(
             piece
-            for state, tensor in found.items()
+            for state, tensor in rows.items()
             for piece in _pieces(source, state, tensor, ranks)
         ),
     )
@@ -186,16 +186,16 @@ def _pieces(
 
 
 def rank_detail(source: Source, rank: int) -> RankDetail:
-    layout, asked = source.checkpoint.layout, Option("rank", rank)
+    layout, option = source.checkpoint.layout, Option("rank", rank)
     if not source.kind.is_of_ranks:
         what, pieces = ("a store", "chunks") if source.kind.is_store else ("this", "pieces")
-        message = f"{asked}: {what} is not cut among ranks of ZeRO, so there is none to look"
+        message = f"{option}: {what} is not cut among ranks of ZeRO, so there is none to look"
         raise UsageError(f"{message} at; {Option('params')} shows the {pieces}")
     if not layout.stage:
-        message = f"{asked}: saved without ZeRO (stage 0), where every rank holds everything"
+        message = f"{option}: saved without ZeRO (stage 0), where every rank holds everything"
         raise UsageError(f"{message}; {Option('params')} shows where the tensors lie")
     if not 0 <= rank < layout.world_size:
-        message = f"{asked}: it has data-parallel {show_ranks(range(layout.world_size))}"
+        message = f"{option}: it has data-parallel {show_ranks(range(layout.world_size))}"
         raise UsageError(message)
     ranks = source.kind.ranks_of_files(source)
     own = {relative(source, number) for number, held in enumerate(ranks) if held == rank}
@@ -238,8 +238,8 @@ def _parts_of_group(
         # of the partition is subtracted.
         at = lead[members] // cutting.itemsize[tensors] + start - (sharer * piece - origin)
         total = int(piece.sum()) if is_cut_alone else int(piece[0])
-        held = np.flatnonzero(stop > start)
-        held = held[np.argsort(at[held], kind="stable")]
+        indices = np.flatnonzero(stop > start)
+        indices = indices[np.argsort(at[indices], kind="stable")]
         columns = (numels[members], start, stop, at)
         where = {
             state: cutting.first_piece[row[members[0]]] + sharer for state, row in rows.items()
@@ -253,6 +253,6 @@ def _parts_of_group(
             offsets={state: int(cutting.offset[row]) for state, row in where.items()},
             ranges=tuple(
                 HeldRange(group.params[members[i]], *(int(column[i]) for column in columns))
-                for i in held.tolist()
+                for i in indices.tolist()
             ),
         )

@@ -56,7 +56,7 @@ def describe_unopened(
 
 
 def draw_unopened(
-    found: CheckpointList | IncompleteCheckpoint, source: Path_, html: Path_
+    report: CheckpointList | IncompleteCheckpoint, source: Path_, html: Path_
 ) -> CheckpointList | IncompleteCheckpoint:
     # Not at the top: only few runs draw anything.
     from streamshard.operations.inspect.inspect_page import unopened_page
@@ -64,7 +64,7 @@ def draw_unopened(
     path = as_path(html)
     require_free(path)
     require_separate(as_path(source), path)
-    return replace(found, pictures=(write_page(path, unopened_page(found)),))
+    return replace(report, pictures=(write_page(path, unopened_page(report)),))
 
 
 def _needs_choice(root: Path) -> bool:
@@ -77,17 +77,17 @@ def _needs_choice(root: Path) -> bool:
 
 def _directory(root: Path, error: SourceError) -> CheckpointList | None:
     """List a directory's checkpoints; tags without a `latest` next to them are a problem."""
-    found = summaries(root)
+    checkpoints = summaries(root)
     is_run = exists(root / names.LATEST) or any(
-        "/" not in one.path
-        and reader_of(one.kind).is_tag
-        and may_be_finished(root / one.path)
-        and not is_file(root / one.path / names.LATEST)
-        for one in found
+        "/" not in checkpoint.path
+        and reader_of(checkpoint.kind).is_tag
+        and may_be_finished(root / checkpoint.path)
+        and not is_file(root / checkpoint.path / names.LATEST)
+        for checkpoint in checkpoints
     )
     return CheckpointList(
-        str(root), "directory", found, (str(error),) if is_run else ()
-    ) if found else None  # fmt: skip
+        str(root), "directory", checkpoints, (str(error),) if is_run else ()
+    ) if checkpoints else None  # fmt: skip
 
 
 def _incomplete(request: Request) -> IncompleteCheckpoint:
@@ -106,16 +106,16 @@ def _incomplete(request: Request) -> IncompleteCheckpoint:
             key=lambda file: natural_order(file.path),
         )
     )
-    found = recorded(f.path for f in checked.files if checked.kind.is_shard(f.path))
+    record = recorded(f.path for f in checked.files if checked.kind.is_shard(f.path))
     return IncompleteCheckpoint(
         path=str(base),
         kind=checked.kind.name,
         is_whole=False,
         tag=checked.tag,
-        zero_stage=found.zero_stage,
-        world_size=found.world_size,
-        global_steps=found.global_steps,
-        deepspeed_version=found.version,
+        zero_stage=record.zero_stage,
+        world_size=record.world_size,
+        global_steps=record.global_steps,
+        deepspeed_version=record.version,
         files=len(files),
         file_bytes=sum(file.nbytes for file in files),
         file_groups=group_files(files, checked.kind),

@@ -86,14 +86,14 @@ def search(options: _Search) -> Newest:
     return Newest(str(options.run_dir), path, tuple(checkpoints), notes, nbytes, seconds)
 
 
-def none_good(found: Newest) -> IncompleteError | SourceNotFoundError:
+def none_good(report: Newest) -> IncompleteError | SourceNotFoundError:
     """Return the error that says that there is no good checkpoint, and why each is not good."""
-    if not found.checkpoints:
+    if not report.checkpoints:
         message = "no checkpoint in it; give the directory that holds 'latest' or 'checkpoint-N'"
-        return SourceNotFoundError(f"{found.run_dir}: {message}")
-    count = counted(len(found.checkpoints), "checkpoint")
-    error = IncompleteError(f"{found.run_dir}: {count} in it, none of which is whole and healthy")
-    for one in found.passed_over:
+        return SourceNotFoundError(f"{report.run_dir}: {message}")
+    count = counted(len(report.checkpoints), "checkpoint")
+    error = IncompleteError(f"{report.run_dir}: {count} in it, none of which is whole and healthy")
+    for one in report.passed_over:
         error.add_note(f"{one.path}: {one.reason}")
     return error
 

@@ -124,30 +124,30 @@ class OpenCheckpoint(Mapping[str, Parameter]):
             joined = None  # then its parts are what can be read
         self._source = source = saved if joined is None else joined.source
         self._reading = SourceAccess(source)
-        self._held = dict(_everything(source.checkpoint))
+        self._entries = dict(_everything(source.checkpoint))
 
     def __getitem__(self, name: str) -> Parameter:
         """Return what is kept under a name; reads no tensor."""
-        held = self._held.get(name)
-        if held is None:
-            near = get_close_matches(str(name), self._held, n=3)
+        entry = self._entries.get(name)
+        if entry is None:
+            near = get_close_matches(str(name), self._entries, n=3)
             hint = f"; near it: {', '.join(near)}" if near else ""
             raise KeyError(f"{self._source.path}: no parameter or buffer {name!r}{hint}")
-        tensors = {state: self._tensor(number) for state, number in held.numbers.items()}
+        tensors = {state: self._tensor(number) for state, number in entry.numbers.items()}
         shape = next(iter(tensors.values())).shape
-        return Parameter(name, held.kind, held.tied_to, shape, MappingProxyType(tensors))
+        return Parameter(name, entry.kind, entry.tied_to, shape, MappingProxyType(tensors))
 
     def __contains__(self, name: object) -> bool:
         """Tell whether something is kept under a name."""
-        return name in self._held
+        return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
-        return iter(self._held)
+        return iter(self._entries)
 
     def __len__(self) -> int:
         """Count the names."""
-        return len(self._held)
+        return len(self._entries)
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -180,11 +180,11 @@ class OpenCheckpoint(Mapping[str, Parameter]):
         Reads nothing.
         """
         # Several parts' ranks hold what was put together from them.
-        held = ranks_of(self._source) if self._source is self._saved else {}
+        owners = ranks_of(self._source) if self._source is self._saved else {}
         rows: list[TableRow] = []
         for name, parameter in self.items():
-            numbers = self._held[name].numbers
-            group, ranks = held.get(numbers.get(MASTER, -1), (None, None))
+            numbers = self._entries[name].numbers
+            group, ranks = owners.get(numbers.get(MASTER, -1), (None, None))
             states = tuple(parameter.states)
             tensor = parameter.tensors[MASTER if MASTER in numbers else next(iter(numbers))]
             rows.append(
@@ -214,7 +214,7 @@ class OpenCheckpoint(Mapping[str, Parameter]):
 
     def _ipython_key_completions_(self) -> list[str]:
         """List the names for notebooks to complete."""
-        return list(self._held)
+        return list(self._entries)
 
     @cached_property
     def inspection(self) -> Inspection:
@@ -318,11 +318,11 @@ def _of_model_part(
     kinds = {entry.name: entry.kind for entry in model_part.module}
     listed = set()
     for entry in model_part.module:
-        own = entry.held_as
-        listed.add(own)
-        if own in numbers and entry.kind != "extra":
-            tied_to = prefix + own if own != entry.name else None
-            yield entry.name, _Held(_KINDS[kinds[own]], numbers[own], tied_to)
+        stored_name = entry.held_as
+        listed.add(stored_name)
+        if stored_name in numbers and entry.kind != "extra":
+            tied_to = prefix + stored_name if stored_name != entry.name else None
+            yield entry.name, _Held(_KINDS[kinds[stored_name]], numbers[stored_name], tied_to)
     # A module may keep a parameter out of its state dict; dumps have no module; experts have
     # files of their own.
     for name, held in numbers.items():

@@ -90,18 +90,18 @@ def prepare(options: RepartitionOptions, opened: Source) -> Output:
 
 
 def _ranks(options: RepartitionOptions, opened: Source) -> int:
-    given = Option("format", FORMAT)
+    option = Option("format", FORMAT)
     if opened.kind.form != FORMAT:
-        message = f"{given}: writes files of FSDP's ranks from such files alone"
+        message = f"{option}: writes files of FSDP's ranks from such files alone"
         raise UnsupportedError(message, path=opened.path)
     for name in _OF_ZERO:
         if options.is_given(name):
-            raise UsageError(f"{Option(name)}: is for DeepSpeed's files, not for {given}")
+            raise UsageError(f"{Option(name)}: is for DeepSpeed's files, not for {option}")
     facts = opened.facts
     if facts.cut_rules is not None or facts.ds_version is not None:
         keys = "source.cut_rules and target.ds_version"
         asked = Option("facts", what=keys)
-        raise UsageError(f"{asked} are for DeepSpeed's files, not for {given}")
+        raise UsageError(f"{asked} are for DeepSpeed's files, not for {option}")
     if options.world_size is None:
         message = f"has files for {counted(opened.checkpoint.ranks, 'rank')} already; say with"
         message = f"{message} {Option('world_size')} for how many they are to be written"

@@ -85,7 +85,7 @@ def prepare(
             config=wanted,
         ),
     )
-    found = resharding_of(
+    resharding = resharding_of(
         opened,
         world_size,
         zero_stage=options.zero_stage,
@@ -93,33 +93,33 @@ def prepare(
         ds_version=opened.facts.ds_version,
         derived=derived,
     )
-    found.source.require_use_of_like(needed=found.uses_like, if_needed=options.if_needed)
-    if not found.is_cut_alike:
-        found.source.require_cut_states()
+    resharding.source.require_use_of_like(needed=resharding.uses_like, if_needed=options.if_needed)
+    if not resharding.is_cut_alike:
+        resharding.source.require_cut_states()
     fresh = {"fresh_states": "yes"} if options.fresh_states else {}
-    is_reusable = options.if_needed and not fresh and _is_resumed_from(found)
-    output = output_of(found, {"verb": "repartition", **fresh}, options.target, template)
+    is_reusable = options.if_needed and not fresh and _is_resumed_from(resharding)
+    output = output_of(resharding, {"verb": "repartition", **fresh}, options.target, template)
     return replace(output, is_reusable=is_reusable)
 
 
 def output_of(
-    found: Resharding,
+    resharding: Resharding,
     decisive: Mapping[str, str],
     target: Path_,
     template: Template | None = None,
     job: BatchPlan | None = None,
 ) -> Output:
     """Return the files of a target. `decisive`: options that decide what is in them."""
-    opened, settings, derived = found.source, found.settings, found.derived
+    opened, settings, derived = resharding.source, resharding.settings, resharding.derived
     checkpoint, layout = opened.checkpoint, settings.layout
     shaping = layout, settings.config, settings.module_dtype, settings.is_bf16
-    resizes = found.explain(job)
+    resizes = resharding.explain(job)
     return Output(
         source=opened,
-        writer=NativeWriter.of(opened, settings, template, found.resized),
+        writer=NativeWriter.of(opened, settings, template, resharding.resized),
         options={
             "tag": checkpoint.tag,
-            "world_size": str(found.world_size),
+            "world_size": str(resharding.world_size),
             "zero_stage": str(layout.stage),
             "ds_config_file": digest_of_settings(shaping),
             **({"OUT": template.name} if template else {}),
@@ -128,7 +128,7 @@ def output_of(
         },
         named=str(target),
         source_world_size=checkpoint.ranks,
-        world_size=found.world_size,
+        world_size=resharding.world_size,
         zero_stage=layout.stage,
         notes=(*settings.notes, *checkpoint.remarks, *resizes.notes),
         latest=checkpoint.tag if template is None else None,
@@ -181,9 +181,9 @@ def _require_same_kind(source: Source, template: Template | None, target: Path_)
         raise UsageError(message)
 
 
-def _is_resumed_from(found: Resharding) -> bool:
+def _is_resumed_from(resharding: Resharding) -> bool:
     """Tell whether `load_checkpoint` without a tag can take the source's own files."""
-    source = found.source
+    source = resharding.source
     if source.kind.is_tag and names.latest_of(source.path) != source.checkpoint.tag:
         return False
-    return found.has_these_files()
+    return resharding.has_these_files()

@@ -53,13 +53,13 @@ def verify(options: _Verify) -> Verification:
     paths = [path] if against is None else [path, against]
     for one in paths:
         require_finished(as_path(one))
-    request, *others = requests(options, *paths)
+    request, *against_requests = requests(options, *paths)
     limit_bytes = memory_limits.limit_or_default(options.memory_limit, floor_bytes)
     limits = Limits(floor_bytes, limit_bytes, options.workers)
     run = _Run(limits, options.progress or Silent())
     began = time.monotonic()
-    if others:
-        run.compare(request, *others)
+    if against_requests:
+        run.compare(request, *against_requests)
     else:
         run.check(request, health=options.health)
     return Verification(
@@ -123,9 +123,9 @@ class _Run:
         if health and source is not None:
             self.findings.notes += suspicions(source.checkpoint, self.findings.health)
 
-    def compare(self, request: Request, other: Request) -> None:
+    def compare(self, request: Request, against_request: Request) -> None:
         """Compare the content of two checkpoints."""
-        right = replace(other, takes_bare=True).open()
+        right = replace(against_request, takes_bare=True).open()
         try:
             left = request.open()
         except (SourceNotFoundError, UnsupportedError):
@@ -134,7 +134,7 @@ class _Run:
             self.findings.add_error(error, as_path(request.path))
             self.projected_bytes = self._limits.fit(COMPARING_BYTES).projected_bytes
             return
-        left, right = open_alike(request, other, left, right)
+        left, right = open_alike(request, against_request, left, right)
         self.kind, self.tag = left.kind.name, left.checkpoint.tag
         left.require_use_of_like(needed=right.needs_like)
         grafted = None
