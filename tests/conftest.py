@@ -23,6 +23,7 @@ settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 keep_priority()
+gc.set_threshold(20_000, 50)  # as the program itself does: tests make many objects that stay
 
 ENGINES: Final = "tests/oracle/"
 """Where real engines are asked about everything; `tests/smoke/` asks them a little."""
