@@ -116,10 +116,10 @@ class Place(Protocol):
         """
 
     def make_link(self, original: Path, path: Path) -> None:
-        """Make a hard link to a known file; a symbolic link itself is linked to."""
+        """Make a hard link to a file; a symbolic link itself is linked to."""
 
     def link_or_copy(self, original: Path, path: Path) -> None:
-        """Make a hard link to a known file; if that is impossible, a copy."""
+        """Make a hard link to a file; if that is impossible, a copy."""
         self.make_link(original, path)
 
     def remove_file(self, path: Path, *, missing_ok: bool) -> None:

@@ -38,7 +38,8 @@ def find_candidates(root: Path) -> list[str]:
         except PermissionError:  # opening this checkpoint reports the error
             if step_of_path(entry.name) is not None:
                 paths.append(entry.name)
-    return sorted(paths, key=lambda name: (step_of_path(name) or -1, name))
+    steps = {path: step_of_path(path) for path in paths}
+    return sorted(paths, key=lambda path: (steps[path] is not None, steps[path] or 0, path))
 
 
 def _candidates_at(entry: Path) -> Iterator[str]:

@@ -28,15 +28,9 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
     leftovers: list[Path] = []
     entries = may_come_along(run_dir)
     sidecars = [(path, path.name) for path in _carried(entries, run_dir, leftovers)]
-    for _, name in sidecars:
-        if not name.isprintable() or any("\ud800" <= letter <= "\udfff" for letter in name):
-            message = f"file {name!r} has a name that is not text; rename or move it"
-            raise UnsupportedError(message, path=run_dir)
     framework = frameworks.framework_of(tag, [name for _, name in sidecars])
-    if framework is None:
-        return sidecars, _notes(leftovers, run_dir)
     # A framework's directory holds one checkpoint, so files in its subdirectories belong to it too.
-    for directory in sorted(d for d in entries if is_real_directory(d)):
+    for directory in sorted(d for d in entries if framework and is_real_directory(d)):
         if has_shards(directory) or directory.name == tag.partition("/")[0]:
             if framework == frameworks.ACCELERATE and directory.name != tag.partition("/")[0]:
                 message = "a second model of one Accelerate checkpoint, which is not supported;"
@@ -44,6 +38,10 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
             continue
         inside = _carried(paths_below(directory), run_dir, leftovers)
         sidecars += [(path, path.relative_to(run_dir).as_posix()) for path in inside]
+    for _, name in sidecars:
+        if not name.isprintable():
+            message = f"file {name!r} has a name that is not text; rename or move it"
+            raise UnsupportedError(message, path=run_dir)
     return sidecars, _notes(leftovers, run_dir)
 
 

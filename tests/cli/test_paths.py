@@ -58,6 +58,19 @@ def test_a_name_that_gives_orders_to_a_terminal_or_a_log_is_no_tag_s(run: Path) 
     assert "None of them is whole" in done.out
 
 
+@pytest.mark.parametrize(
+    "name", ["a\nb", "\x1b[2J", "\udcff", "logs/\udcff", "logs/a\nb/c"], ids=repr
+)
+def test_files_next_to_a_tag_have_names_that_are_text(name: str, run: Path) -> None:
+    (run / "trainer_state.json").write_text("{}")  # so that files in subdirectories belong to it
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
+    (run / name).write_text("")
+    out = run.parent / "out"
+    done = in_process("repartition", run, out, "--world-size", "2")
+    assert (done.code, out.exists()) == (3, False)
+    assert f"file {name!r} has a name that is not text; rename or move it" in done.err
+
+
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER, "latest"])
 def test_links_that_lead_out_are_refused(name: str, run: Path) -> None:
     if name == "latest":

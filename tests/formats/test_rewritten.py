@@ -250,7 +250,7 @@ OTHER_ARRAYS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     ),
     "inner codec": (inner("pcodec"), "codec 'pcodec'"),
     "twice compressed": (
-        put("codecs", [{"name": "bytes"}, {"name": "gzip"}, {"name": "zstd"}]), "zstd, and not right",
+        put("codecs", [{"name": "bytes"}, {"name": "gzip"}, {"name": "zstd"}]), "zstd, and not",
     ),
     "none": (put("codecs", []), "cannot open this array"),
     "more": (put("storage_transformers", [{"name": "x"}]), "cannot open this array"),
