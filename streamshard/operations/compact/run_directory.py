@@ -279,9 +279,7 @@ def _may_hold_tags(directory: Path) -> bool:
 
 
 def change_digest(directory: Path) -> tuple[int, int, str]:
-    """Return the newest time of change in a directory, its size, and a digest of its entries.
-
-    It may be a file too.
+    """Return the newest time of change in a directory or file, its size, and a digest of entries.
 
     What links in it lead to counts only for the digest.
     """
