@@ -92,9 +92,9 @@ class Distributed:
     @property
     def left_out(self) -> tuple[str, ...]:
         """Say what is in it that is neither the model's nor the optimizer's."""
-        others = self.keys.others
-        note = f"Not read, as it is neither the model's nor the optimizer's: {show_few(others)}."
-        return (*[note] * bool(others), *[self.unread] * bool(self.unread), *self.remarks)
+        extras = self.keys.extras
+        note = f"Not read, as it is neither the model's nor the optimizer's: {show_few(extras)}."
+        return (*[note] * bool(extras), *[self.unread] * bool(self.unread), *self.remarks)
 
 
 def parts_of(root: Path) -> list[Path]:
@@ -105,11 +105,11 @@ def parts_of(root: Path) -> list[Path]:
     if is_distributed(root):
         return [root]
     inside = [root / name for name in _ACCELERATE]
-    found = [directory for directory in inside if is_distributed(directory)]
-    if found and found[0] != inside[0]:
+    parts = [directory for directory in inside if is_distributed(directory)]
+    if parts and parts[0] != inside[0]:
         message = f"holds the optimizer alone, {_ACCELERATE[0]} is not next to it"
         raise IncompleteError(message, path=root)
-    return found
+    return parts
 
 
 def index_of(root: Path) -> Index:
@@ -121,14 +121,14 @@ def index_of(root: Path) -> Index:
     return reduce(join, map(read_index, parts))
 
 
-def open_distributed(root: Path, known: Set[str] = frozenset()) -> Distributed:
+def open_distributed(root: Path, param_names: Set[str] = frozenset()) -> Distributed:
     """Read the index of a distributed checkpoint, and the headers of its items.
 
-    `known`: names of the model's parameters, if they are known.
+    `param_names`: those of the model's parameters, if they are known.
     """
     index = index_of(root)
     with of_file(root):
-        keys = sort_keys(index, known)
+        keys = sort_keys(index, param_names)
         files = ItemFiles(index)
         places = locate(index, keys, files)
         optimizer = SavedOptimizer(index, keys, files, places)
@@ -145,44 +145,44 @@ def locate(index: Index, keys: StateKeys, files: ItemFiles) -> dict[str, TensorP
     return files.locate({key: index.tensors[key] for key in owned if key in index.tensors})
 
 
-def as_it_is(found: Distributed) -> Reading:
+def as_it_is(dcp: Distributed) -> Reading:
     """Return a distributed checkpoint as it is: without what a DeepSpeed job needs as well."""
-    root = found.root
+    root = dcp.root
     with of_file(root):
-        saved = found.groups()
-        groups = tuple(_group(found, number, group) for number, group in enumerate(saved))
+        saved = dcp.groups()
+        groups = tuple(_group(dcp, number, group) for number, group in enumerate(saved))
         trained = {name for group in groups for name in group.params}
-        entries = tuple(module_entries(_weights(found), trained))
-    shapes = {name: found.weight(name).shape for name in found.keys.weights}
+        entries = tuple(module_entries(_weights(dcp), trained))
+    shapes = {name: dcp.weight(name).shape for name in dcp.keys.weights}
     tensors = [*optimizer_tensors(groups, shapes, ""), *module_tensors(entries)]
     checkpoint = foreign_checkpoint(
-        found.what,
+        dcp.what,
         root.name,
-        found.world_size,
+        dcp.world_size,
         tensors,
         entries,
         groups,
         # A flattened optimizer does not tell which parameters with equal options shared a group.
-        [{**group.options, **({} if found.keys.by_parameter else {PARAMS: []})} for group in saved],
+        [{**group.options, **({} if dcp.keys.by_parameter else {PARAMS: []})} for group in saved],
         notes=[
-            Note(text, NoteKind.UNREAD if text == found.unread else NoteKind.LEFT_OUT)
-            for text in found.left_out
+            Note(text, NoteKind.UNREAD if text == dcp.unread else NoteKind.LEFT_OUT)
+            for text in dcp.left_out
         ],
-        unrecorded=unrecorded(found, groups, entries),
+        unrecorded=unrecorded(dcp, groups, entries),
     )
     builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
-    for number, key in enumerate(map(found.key_of, tensors)):
-        boxes = found.tensor(key), found.places[key]
-        place_boxes(builder, number, key, *boxes, root / found.boxes_in)
-    return Reading(checkpoint, builder.build(), found.files)
+    for number, key in enumerate(map(dcp.key_of, tensors)):
+        boxes = dcp.tensor(key), dcp.places[key]
+        place_boxes(builder, number, key, *boxes, root / dcp.boxes_in)
+    return Reading(checkpoint, builder.build(), dcp.files)
 
 
-def _group(found: Distributed, number: int, group: SavedGroup) -> ParamGroup:
-    absent = [name for name in group.params if name not in found.keys.weights]
+def _group(dcp: Distributed, number: int, group: SavedGroup) -> ParamGroup:
+    absent = [name for name in group.params if name not in dcp.keys.weights]
     if absent:
         message = f"its optimizer lists {show_few(absent)}, which no model in it has. Save the"
         raise UnsupportedError(f"{message} whole model")
-    dtypes = {found.weight(name).dtype: name for name in group.params}
+    dtypes = {dcp.weight(name).dtype: name for name in group.params}
     if len(dtypes) > 1:
         listed = " and ".join(f"'{name}' is {dtype}" for dtype, name in dtypes.items())
         message = f"{listed}, in one param group: ZeRO keeps groups of one dtype. Save the"
@@ -190,31 +190,31 @@ def _group(found: Distributed, number: int, group: SavedGroup) -> ParamGroup:
     return ParamGroup(group.params, next(iter(dtypes), "float32"), group.states, number)
 
 
-def _weights(found: Distributed) -> Iterator[Weight]:
-    for name, key in found.keys.weights.items():
-        tensor, places = found.tensor(key), found.places[key]
+def _weights(dcp: Distributed) -> Iterator[Weight]:
+    for name, key in dcp.keys.weights.items():
+        tensor, places = dcp.tensor(key), dcp.places[key]
         columns = (places.file, places.offset, tensor.offsets) if len(tensor.items) else ()
         yield name, tensor.dtype, tensor.shape, [column.tobytes() for column in columns]
 
 
 def unrecorded(
-    found: Distributed, groups: Sequence[ParamGroup], entries: Sequence[ModuleEntry]
+    dcp: Distributed, groups: Sequence[ParamGroup], entries: Sequence[ModuleEntry]
 ) -> Iterator[str]:
     """Name what a job needs that neither the checkpoint nor a job's config tells."""
     bare = [name for group in groups if group.states is None for name in group.params]
     if bare or not groups:
         yield f"the optimizer's states{f' of {show_few(bare)}' if bare else ''}"
-        if found.keys.unread:
-            yield found.keys.unread.removesuffix(".")
+        if dcp.keys.unread:
+            yield dcp.keys.unread.removesuffix(".")
         return
-    yield from found.unrecorded
+    yield from dcp.unrecorded
     place = {entry.name: number for number, entry in enumerate(entries)}
     orders = [[place[name] for name in group.params] for group in groups]
-    if found.keys.by_parameter:
+    if dcp.keys.by_parameter:
         yield "the order of the parameters: its optimizer is flattened, and lists none"
     elif any(order != sorted(order) for order in orders):
         # FSDP1 may list them as its flat parameters hold them, which no DeepSpeed job does.
-        model = "its model" if found.index.paths else "its index, which does not record the model's"
+        model = "its model" if dcp.index.paths else "its index, which does not record the model's"
         yield f"the order of the parameters: its param groups have another one than {model}"
     others = [entry.name for entry in entries if entry.kind != "param"]
     if others:

@@ -218,8 +218,8 @@ class _MetadataWriter:
             self._size(item.shape)
 
     def _paths(self) -> None:
-        each = (path for entry in self._entries for path in entry.paths)
-        for _, path in zip(self._out.in_large_dict(self._keys), each, strict=True):
+        paths = (path for entry in self._entries for path in entry.paths)
+        for _, path in zip(self._out.in_large_dict(self._keys), paths, strict=True):
             self._out.text(key_of(path))
             with self._out.in_tuple():
                 for part in path:
@@ -229,14 +229,14 @@ class _MetadataWriter:
                         self._out.number(part)
 
     def _places(self) -> None:
-        each = (
+        places = (
             (entry, path, item)
             for entry in self._entries
             for path in entry.paths
             for item in entry.items
         )
         out = self._out
-        for _, (entry, path, item) in zip(out.in_large_dict(self._indices), each, strict=True):
+        for _, (entry, path, item) in zip(out.in_large_dict(self._indices), places, strict=True):
             with out.new_object(dcp_names.INDEX), out.in_dict():
                 out.text("fqn")
                 out.text(key_of(path))

@@ -282,14 +282,14 @@ class ItemFiles:
     def _parsed(self, item: _ItemBytes, what: str, dtype: str, shape: tuple[int, ...]) -> "_Frame":
         """Open an item, and check that it is the box that is listed."""
         opened = _opened(item, what)
-        found = tensor_of(opened.root)
-        if found is None:
+        tensor = tensor_of(opened.root)
+        if tensor is None:
             raise CorruptFileError(f"{what} is no tensor")
-        if (found.dtype, found.shape) != (dtype, shape):
-            message = f"{what} is {found.dtype} of {show(found.shape)}"
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            message = f"{what} is {tensor.dtype} of {show(tensor.shape)}"
             raise CorruptFileError(f"{message}, listed is {dtype} of {show(shape)}")
-        found.require_contiguous(what)
-        frame = _Frame.of(item, opened, found)
+        tensor.require_contiguous(what)
+        frame = _Frame.of(item, opened, tensor)
         self._frames[item.nbytes, dtype, shape] = frame
         return frame
 
@@ -300,14 +300,14 @@ class ItemFiles:
         rows: list[_Row] = sorted(
             (int(i.file[0]), int(i.offset[0]), int(i.nbytes[0]), n, 0) for n, i in enumerate(items)
         )
-        found: dict[str, Node] = {}
+        nodes: dict[str, Node] = {}
         for source, some in self._together(rows):
             for file, start, nbytes, number, _ in some:
                 name = wanted[number]
                 with of_file(self._paths[file]):
                     what = f"the item of {show(name)} at byte {start:,}"
-                    found[name] = self._value(source, start, nbytes, what)
-        return found
+                    nodes[name] = self._value(source, start, nbytes, what)
+        return nodes
 
     def _value(self, source: Readable, start: int, nbytes: int, what: str) -> Node:
         if nbytes > _LIMIT_VALUE:

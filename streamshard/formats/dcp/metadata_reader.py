@@ -104,12 +104,12 @@ class Index:
 
     def by_file(self) -> dict[Path, list[tuple[int, int]]]:
         """Return file → offset and length of each item in it, in order; shared items once."""
-        found: dict[Path, set[tuple[int, int]]] = {path: set() for path in self.files}
+        places: dict[Path, set[tuple[int, int]]] = {path: set() for path in self.files}
         for items in self.every():
             columns = (column.tolist() for column in (items.file, items.offset, items.nbytes))
             for file, offset, nbytes in zip(*columns, strict=True):
-                found[self.files[file]].add((offset, nbytes))
-        return {path: sorted(extents) for path, extents in found.items()}
+                places[self.files[file]].add((offset, nbytes))
+        return {path: sorted(extents) for path, extents in places.items()}
 
 
 def is_distributed(directory: Path) -> bool:
@@ -270,23 +270,23 @@ def _require_name(file: Node, name: str) -> None:
         raise CorruptFileError(f"the item of {show(name)} is said to lie in {show(file)}")
 
 
-def _in_order(found: Mapping[str, T], order: Iterable[str]) -> dict[str, T]:
+def _in_order(entries: Mapping[str, T], order: Iterable[str]) -> dict[str, T]:
     """Bring what was listed into the order of the state dict; keys that it lacks come last.
 
     `.metadata` lists what the first rank saved first. Of copies on several ranks (HSDP, tensor
     parallelism) torch saves one, on the rank that has least to save.
     """
-    return {key: found[key] for key in dict.fromkeys((*order, *found)) if key in found}
+    return {key: entries[key] for key in dict.fromkeys((*order, *entries)) if key in entries}
 
 
 def _paths(planner_data: Node, keys: set[str]) -> dict[str, tuple[str, ...]]:
     """Read where each value stood in the state dict, which torch's own planner records."""
     if not isinstance(planner_data, dict):
         return {}
-    found = {}
+    paths = {}
     for key, path in planner_data.items():
         if not isinstance(key, str) or key not in keys or not isinstance(path, tuple):
             continue
         if all(isinstance(part, str | int) for part in path):
-            found[key] = tuple(str(part) for part in path)
-    return found
+            paths[key] = tuple(str(part) for part in path)
+    return paths

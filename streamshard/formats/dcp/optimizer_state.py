@@ -51,11 +51,11 @@ def missing_keys(group: Mapping[str, Node], *, decouples: bool | None) -> dict[s
     if group.get(OF_DEEPSPEED, True) is not True and group.get(OF_DEEPSPEED) != 1:
         message = "the optimizer runs without bias correction, which torch's Adam always makes"
         raise UnsupportedError(f"{message}: export the weights alone, as safetensors")
-    found: dict[str, Node] = {}
+    missing: dict[str, Node] = {}
     for known, defaults in _DEFAULTS:
         if known <= group.keys():
-            found |= {key: value for key, value in defaults.items() if key not in group}
-    return {key: decouples if key == DECOUPLED else value for key, value in found.items()}
+            missing |= {key: value for key, value in defaults.items() if key not in group}
+    return {key: decouples if key == DECOUPLED else value for key, value in missing.items()}
 
 
 def step_of(state: State) -> bytes:
@@ -106,7 +106,7 @@ class SavedOptimizer:
         """
         if self._keys.by_parameter:
             return self._by_options()
-        found: list[SavedGroup] = []
+        groups: list[SavedGroup] = []
         listed: dict[str, str] = {}
         for number in sorted(self._keys.groups, key=int):
             options = self.options(number)
@@ -118,14 +118,14 @@ class SavedOptimizer:
             self._require_copies(params, number, options)
             begun = tuple(name for name in params if name in self._keys.states)
             rest = tuple(name for name in params if name not in self._keys.states)
-            found += [
+            groups += [
                 SavedGroup(names, options, self.states_of(names))
                 for names in ([begun, rest] if begun and rest else [params])
             ]
         for name in self._keys.states:
             if name not in listed:
                 raise CorruptFileError(f"the optimizer has states of {show(name)}, in no group")
-        return found
+        return groups
 
     def _require_copies(
         self, params: Sequence[str], number: str, options: Mapping[str, Node]

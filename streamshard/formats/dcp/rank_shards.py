@@ -48,12 +48,12 @@ def is_of_shards(directory: Path) -> bool:
 
 def files_of(directory: Path) -> list[Path]:
     """List the files of all ranks, rank by rank; those of a rank that lacks are asked for."""
-    found = {
+    paths = {
         (int(match[1]), int(match[2]), int(match[3])): path
         for path in sorted(paths_in(directory))
         if (match := _SHARD.fullmatch(path.name))
     }
-    ranks, parts, counts = (set(column) for column in zip(*found, strict=True))
+    ranks, parts, counts = (set(column) for column in zip(*paths, strict=True))
     if len(counts) > 1:
         few = " and ".join(f"-of-{number:05d}" for number in sorted(counts)[:2])
         message = f"files of two saves, {few}: move those of one elsewhere"
@@ -63,7 +63,7 @@ def files_of(directory: Path) -> list[Path]:
         if lacking < last or (what == "model" and lacking == last):
             message = f"no file {what}-{lacking:05d} of {last}; copy it from the node that saved it"
             raise IncompleteError(message, path=directory)
-    return [found[key] for key in sorted(found)]
+    return [paths[key] for key in sorted(paths)]
 
 
 def open_shards(directory: Path) -> Distributed:
@@ -149,15 +149,15 @@ def _read_model(directory: Path) -> tuple[Index, tuple[SourceFile, ...]]:
         with of_file(path):
             for one in stored:
                 name = name_of(one.tensor.name)
-                own = _SeenTensor(path, one.tensor.dtype, [0] * len(one.tensor.shape))
-                parts.setdefault(name, own).add(number, one, _begin(name, begins), path)
-    for name, own in parts.items():
-        if math.prod(own.ends) > LIMIT_NUMEL:
-            message = f"the parts of {show(name)} reach to {own.ends}, which no tensor does"
+                tensor = _SeenTensor(path, one.tensor.dtype, [0] * len(one.tensor.shape))
+                parts.setdefault(name, tensor).add(number, one, _begin(name, begins), path)
+    for name, tensor in parts.items():
+        if math.prod(tensor.ends) > LIMIT_NUMEL:
+            message = f"the parts of {show(name)} reach to {tensor.ends}, which no tensor does"
             raise CorruptFileError(message, path=directory)
     tensors = {
-        name: SavedTensor.of(own.dtype, tuple(own.ends), own.boxes, own.items)
-        for name, own in parts.items()
+        name: SavedTensor.of(tensor.dtype, tuple(tensor.ends), tensor.boxes, tensor.items)
+        for name, tensor in parts.items()
     }
     where = {name: (name,) for name in tensors}
     return Index(tensors, {}, where, tuple(paths)), tuple(files)

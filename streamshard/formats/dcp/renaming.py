@@ -174,47 +174,47 @@ class _Move:
 
     rule: Rule | None
     sources: tuple[str, ...]
-    made: Mapping[str, _Made]
+    targets: Mapping[str, _Made]
     """What becomes of them, by its name."""
     unit: int = 0
     """Rows of a part."""
 
 
-def renamed(reading: Reading, found: Distributed, given: RuleLines) -> Reading:
+def renamed(reading: Reading, dcp: Distributed, rule_lines: RuleLines) -> Reading:
     """Give the tensors of a distributed checkpoint, as it was read, other names."""
     checkpoint = reading.checkpoint
     (part,) = checkpoint.model_parts
     try:
-        rules = _read_rules(given.text)
+        rules = _read_rules(rule_lines.text)
         moves = list(_moves_of({entry.name: entry for entry in part.module}, rules))
         _require_distinct(moves)
     except UsageError as error:
-        raise UsageError(f"{given.name}: {error}") from error
+        raise UsageError(f"{rule_lines.name}: {error}") from error
     index = {(tensor.state, tensor.name): n for n, tensor in enumerate(checkpoint.tensors)}
-    made = {name: (move, one) for move in moves for name, one in move.made.items()}
+    targets = {name: (move, target) for move in moves for name, target in move.targets.items()}
     groups = tuple(_groups(part.groups, moves))
     trained = {name for group in groups for name in group.params}
-    entries = tuple(module_entries(_weights(part, made), trained))
+    entries = tuple(module_entries(_weights(part, targets), trained))
     shapes = {entry.name: entry.shape for entry in entries}
     tensors = [*optimizer_tensors(groups, shapes, ""), *module_tensors(entries)]
     holders = {entry.name: entry.held_as for entry in part.module}
-    of = {name: [holders[source] for source in move.sources] for name, (move, _) in made.items()}
+    of = {name: [holders[source] for source in move.sources] for name, (move, _) in targets.items()}
     rows = [[_row(index, tensor.state, name) for name in of[tensor.name]] for tensor in tensors]
     unordered = "the order of the parameters: they were renamed"
-    found = replace(found, unrecorded=(*found.unrecorded, unordered))
+    dcp = replace(dcp, unrecorded=(*dcp.unrecorded, unordered))
     remarks = [Note(text, NoteKind.LEFT_OUT) for text in _remarks(rules, moves)]
     checkpoint = replace(
         checkpoint,
         tensors=tuple(tensors),
         model_parts=(replace(part, groups=groups, module=entries),),
         notes=(*checkpoint.notes, *remarks),
-        unrecorded=tuple(unrecorded(found, groups, entries)),
+        unrecorded=tuple(unrecorded(dcp, groups, entries)),
     )
     if all(rule.is_plain for rule in rules):
         return reading.take([row for (row,) in rows], checkpoint)
     builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
     for number, tensor in enumerate(tensors):
-        _, one = made[tensor.name]
+        _, one = targets[tensor.name]
         offsets, numels = one.starts * ITEMSIZE[tensor.dtype], np.full_like(one.starts, one.numel)
         slot = builder.slot(Slot(np.array(rows[number])[one.sources], offsets, numels))
         builder.assign(number, slot, piece_numel=one.numel)
@@ -227,9 +227,9 @@ def _row(index: Mapping[tuple[str, str], int], state: str, name: str) -> int:
     return next(index[key, name] for key in states if (key, name) in index)
 
 
-def _weights(part: ModelPart, made: Mapping[str, tuple[_Move, _Made]]) -> Iterator[Weight]:
+def _weights(part: ModelPart, targets: Mapping[str, tuple[_Move, _Made]]) -> Iterator[Weight]:
     saved = {entry.name: entry for entry in part.module}
-    for name, (move, one) in made.items():
+    for name, (move, one) in targets.items():
         stored = [saved[source].held_as for source in move.sources]
         places = [*stored, one.sources.tobytes(), one.starts.tobytes()] if one.numel else []
         yield name, saved[move.sources[0]].dtype, one.shape, places
@@ -275,11 +275,11 @@ def _move(rule: Rule, sources: Sequence[ModuleEntry], targets: tuple[str, ...]) 
 
 
 def _match(name: str, rules: Sequence[Rule]) -> tuple[Rule, tuple[str, ...]] | None:
-    found = [(rule, stars) for rule in rules for stars in rule.matches(name)]
-    if len(found) > 1:
-        one, other = found[0][0], found[1][0]
+    matches = [(rule, stars) for rule in rules for stars in rule.matches(name)]
+    if len(matches) > 1:
+        one, other = matches[0][0], matches[1][0]
         raise UsageError(f"lines {one.line} and {other.line} are both for {show(name)}")
-    return found[0] if found else None
+    return matches[0] if matches else None
 
 
 def _made_of(rule: Rule, stars: tuple[str, ...], shape: _Shape, name: str) -> Iterator[str]:
@@ -296,7 +296,7 @@ def _made_of(rule: Rule, stars: tuple[str, ...], shape: _Shape, name: str) -> It
 def _require_distinct(moves: Iterable[_Move]) -> None:
     made: dict[str, _Move] = {}
     for move in moves:
-        for target in move.made:
+        for target in move.targets:
             if (other := made.setdefault(target, move)) is not move:
                 message = f"{show(other.sources[0])} and {show(move.sources[0])} both become"
                 raise UsageError(f"{message} {show(target)}")
@@ -314,16 +314,16 @@ def _split(rule: Rule, shape: _Shape) -> tuple[list[_Made], int]:
         return [_whole(inner, start) for start in layers], 0
     unit = _unit(rule, inner, sum(rule.parts))
     numel = unit * math.prod(inner[1:])
-    made, common = list[_Made](), math.gcd(*rule.parts)
+    targets, common = list[_Made](), math.gcd(*rule.parts)
     for start in layers:
         before = 0
         for part in rule.parts:
             rows = _runs(rule.groups, sum(rule.parts), part, common) + before
             whole = (rule.groups * part * unit, *inner[1:])
             starts = rows.reshape(-1) * numel + start
-            made.append(_Made(whole, common * numel, np.zeros_like(starts), starts))
+            targets.append(_Made(whole, common * numel, np.zeros_like(starts), starts))
             before += part
-    return made, unit
+    return targets, unit
 
 
 def _joined(rule: Rule, sources: Sequence[ModuleEntry]) -> tuple[list[_Made], int]:
@@ -360,14 +360,14 @@ def _groups(groups: Iterable[ParamGroup], moves: Iterable[_Move]) -> Iterator[Pa
     """Yield param groups with the new names, each in the place of what it is made of."""
     by_source = {name: move for move in moves for name in move.sources}
     for group in groups:
-        own, params = set(group.params), dict[str, None]()
+        members, params = set(group.params), dict[str, None]()
         for name in group.params:
             move = by_source[name]
             for other in move.sources:
-                if other not in own:
+                if other not in members:
                     message = f"'{name}' and '{other}' are to be joined, and are not in one"
                     raise UnsupportedError(f"{message} param group with equal options and steps")
-            params |= dict.fromkeys(move.made)
+            params |= dict.fromkeys(move.targets)
         yield replace(group, params=tuple(params))
 
 
@@ -378,11 +378,11 @@ def _remarks(rules: Iterable[Rule], moves: Sequence[_Move]) -> Iterator[str]:
         by_line.setdefault(move.rule.line if move.rule else 0, []).append(move)
     for rule in rules:
         own = by_line[rule.line]
-        made = sum(len(move.made) for move in own)
+        total = sum(len(move.targets) for move in own)
         count = counted(sum(len(move.sources) for move in own), "tensor")
         units = sorted({move.unit for move in own if move.unit})
         rows = f", a part has {' or '.join(map(str, units))} rows" if units else ""
-        yield f"Renamed: {rule.text} ({count}{'' if rule.is_plain else f' to {made:,}'}{rows})."
+        yield f"Renamed: {rule.text} ({count}{'' if rule.is_plain else f' to {total:,}'}{rows})."
     kept = [move.sources[0] for move in by_line.get(0, ())]
     if kept:
         yield f"No rule is for {counted(len(kept), 'tensor')}: {show_few(kept)}."

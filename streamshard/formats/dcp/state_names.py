@@ -51,45 +51,45 @@ class StateKeys:
     """Parameter → option → its key, where options are kept by parameter too."""
     wrapper: str = ""
     """What was taken off the names of all parameters."""
-    others: list[str] = field(default_factory=list)
+    extras: list[str] = field(default_factory=list)
     """Everything else."""
     unread: str = ""
     """Why the optimizer's states are not among these, although they are there."""
 
 
-def sort_keys(index: Index, known: Set[str] = frozenset()) -> StateKeys:
+def sort_keys(index: Index, param_names: Set[str] = frozenset()) -> StateKeys:
     """Sort the keys of a distributed checkpoint.
 
-    `known`: names of the model's parameters, if they are known. Without them, a prefix that all
-    names have and that wrappers give is taken for a wrapper's.
+    `param_names`: those of the model's parameters, if they are known. Without them, a prefix that
+    all names have and that wrappers give is taken for a wrapper's.
     """
-    found, rest = StateKeys(), {}
+    keys, paths = StateKeys(), {}
     optimizers: set[tuple[str, ...]] = set()
     for key in (*index.tensors, *index.values):
         path = index.paths.get(key) or _split(key)
         known_path = _of_optimizer(path)
         if known_path is None:
-            rest[key] = path
+            paths[key] = path
             continue
         container, kind, owner, option = known_path
         optimizers.add(container)
         if kind == STATE:
-            by_owner = found.states
+            by_owner = keys.states
         else:
             is_of_group = owner.isdecimal() and (len(path) > len(container) + 1 or not index.paths)
-            by_owner = found.groups if is_of_group else found.copies
+            by_owner = keys.groups if is_of_group else keys.copies
         if by_owner.setdefault(owner, {}).setdefault(option, key) != key:
             raise CorruptFileError(f"{show(key)} and {show(by_owner[owner][option])} mean the same")
-    if not found.groups:
-        found.groups, found.copies, found.by_parameter = found.copies, {}, True
+    if not keys.groups:
+        keys.groups, keys.copies, keys.by_parameter = keys.copies, {}, True
     if len(optimizers) > 1:
         listed = show_few([".".join(path) for path in sorted(optimizers)])
         message = f"{len(optimizers)} optimizers ({listed}): only checkpoints of one are read"
         raise UnsupportedError(message)
-    _sort_weights(rest, index, found)
-    if not known or not found.weights.keys() & known:
-        _unwrap(found)
-    return found
+    _sort_weights(paths, index, keys)
+    if not param_names or not keys.weights.keys() & param_names:
+        _unwrap(keys)
+    return keys
 
 
 def _split(key: str) -> tuple[str, ...]:
@@ -106,11 +106,11 @@ def _of_optimizer(path: tuple[str, ...]) -> tuple[tuple[str, ...], str, str, str
     Titan's path is (optimizer, state.<name>.exp_avg), torch's (optimizer, state, <name>, exp_avg).
     """
     for at in range(1, len(path)):
-        kind, _, rest = path[at].partition(".")
+        kind, _, tail = path[at].partition(".")
         if kind not in (STATE, PARAM_GROUPS, PARAM_OPTIONS) or path[at - 1] not in _OPTIMIZERS:
             continue
-        if rest:
-            owner, _, option = ".".join([rest, *path[at + 1 :]]).rpartition(".")
+        if tail:
+            owner, _, option = ".".join([tail, *path[at + 1 :]]).rpartition(".")
         elif len(path) > at + 2:
             owner, option = path[at + 1], ".".join(path[at + 2 :])
         else:
@@ -120,31 +120,31 @@ def _of_optimizer(path: tuple[str, ...]) -> tuple[tuple[str, ...], str, str, str
     return None
 
 
-def _sort_weights(rest: Mapping[str, tuple[str, ...]], index: Index, found: StateKeys) -> None:
+def _sort_weights(paths: Mapping[str, tuple[str, ...]], index: Index, keys: StateKeys) -> None:
     """Find the state dict that is the model's own among those that are not the optimizer's."""
     containers: dict[tuple[str, ...], dict[str, str]] = {}
-    for key, path in rest.items():
+    for key, path in paths.items():
         if key in index.tensors and path[0] not in _BESIDE:
             containers.setdefault(path[:-1], {})[path[-1]] = key
-    trained = found.states.keys() | (found.groups.keys() if found.by_parameter else set())
+    trained = keys.states.keys() | (keys.groups.keys() if keys.by_parameter else set())
     usual = [c for c in containers if (c[-1] if c else "") in _MODELS]
     fits = any(_has_all(names, trained) for names in containers.values())
     if trained and containers and not fits and all(map(str.isdecimal, trained)):
-        found.states, found.groups, found.copies, found.unread = {}, {}, {}, _NUMBERED
+        keys.states, keys.groups, keys.copies, keys.unread = {}, {}, {}, _NUMBERED
     elif trained:
         fit = [c for c in containers if _has_all(containers[c], trained)]
         usual = [c for c in fit if c in usual] or fit
     if len(usual) > 1:
         listed = show_few([".".join(path) or "the top" for path in usual])
         raise UnsupportedError(f"{len(usual)} state dicts that may be the model's: {listed}")
-    if trained and not usual and containers and not found.unread:
+    if trained and not usual and containers and not keys.unread:
         example = sorted(trained)[0]
         message = f"the optimizer has states of {show(example)}, which no model in it has"
         raise UnsupportedError(message)
     for container in usual:
-        found.weights = containers[container]
-    taken = set(found.weights.values())
-    found.others = [key for key in rest if key not in taken]
+        keys.weights = containers[container]
+    taken = set(keys.weights.values())
+    keys.extras = [key for key in paths if key not in taken]
 
 
 def _has_all(names: Mapping[str, str], trained: Iterable[str]) -> bool:
@@ -153,18 +153,18 @@ def _has_all(names: Mapping[str, str], trained: Iterable[str]) -> bool:
     )
 
 
-def _unwrap(found: StateKeys) -> None:
+def _unwrap(keys: StateKeys) -> None:
     """Take prefixes off that a wrapper gave to all names."""
     while True:
         wrapper = next(
-            (w for w in _WRAPPERS if found.weights and all(n.startswith(w) for n in found.weights)),
+            (w for w in _WRAPPERS if keys.weights and all(n.startswith(w) for n in keys.weights)),
             None,
         )
         if wrapper is None:
             return
-        found.wrapper += wrapper
-        found.weights = {n.removeprefix(wrapper): key for n, key in found.weights.items()}
-        found.states = {n.removeprefix(wrapper): keys for n, keys in found.states.items()}
-        found.copies = {n.removeprefix(wrapper): keys for n, keys in found.copies.items()}
-        if found.by_parameter:
-            found.groups = {n.removeprefix(wrapper): keys for n, keys in found.groups.items()}
+        keys.wrapper += wrapper
+        keys.weights = {n.removeprefix(wrapper): key for n, key in keys.weights.items()}
+        keys.states = {n.removeprefix(wrapper): entry for n, entry in keys.states.items()}
+        keys.copies = {n.removeprefix(wrapper): entry for n, entry in keys.copies.items()}
+        if keys.by_parameter:
+            keys.groups = {n.removeprefix(wrapper): entry for n, entry in keys.groups.items()}
