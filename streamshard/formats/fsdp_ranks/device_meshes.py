@@ -51,13 +51,13 @@ class MeshShape:
 
     @classmethod
     def of(cls, node: Call) -> Self:
-        held = entries_of(_mesh_of(node))
-        found = cls(_lengths(held))
-        for key in _LISTS & held.keys():
-            if held[key] != tuple(range(found.ranks)):
+        attributes = entries_of(_mesh_of(node))
+        shape = cls(_lengths(attributes))
+        for key in _LISTS & attributes.keys():
+            if attributes[key] != tuple(range(shape.ranks)):
                 message = "a mesh of some of the ranks, or of ranks in another order than their own"
                 raise UnsupportedError(message)
-        return found
+        return shape
 
     def for_ranks(self, ranks: int) -> "MeshShape":
         """Return the mesh of another count of ranks, as a job with the same settings makes it.
@@ -90,9 +90,9 @@ def require_ascending(node: Call) -> None:
 
     By these numbers FSDP2 cuts and gathers, but a DTensor says where its rank is in the mesh.
     """
-    held = entries_of(_mesh_of(node))
-    for key in _LISTS & held.keys():
-        numbers, lengths = np.array(held[key], dtype=np.int64), _lengths(held)
+    attributes = entries_of(_mesh_of(node))
+    for key in _LISTS & attributes.keys():
+        numbers, lengths = np.array(attributes[key], dtype=np.int64), _lengths(attributes)
         if (np.diff(numbers) > 0).all():
             continue
         ranks = numbers.reshape(lengths if numbers.size == math.prod(lengths) else -1)
@@ -143,12 +143,12 @@ class MeshChange:
         return replace(node, args=(function, cls, on_cpu, made))
 
     def _spec(self, node: Call) -> Call:
-        held = entries_of(node)
-        placements = held["placements"]
+        attributes = entries_of(node)
+        placements = attributes["placements"]
         left_out = len(placements) - len(self.shape.lengths)
         changed = {
-            **held,
-            _MESH: self._mesh(held[_MESH]),
+            **attributes,
+            _MESH: self._mesh(attributes[_MESH]),
             "placements": placements[left_out:],
             "_hash": None,
         }
@@ -159,13 +159,13 @@ class MeshChange:
         return _with_entries(node, changed)
 
     def _mesh(self, node: Call) -> Call:
-        known = self._made.get(id(node))
-        if known is None:
+        pair = self._made.get(id(node))
+        if pair is None:
             held = entries_of(node)
             made = {k: self._attribute(k, v) for k, v in held.items() if not self._is_lost(k, v)}
-            known = self._made[id(node)] = node, _with_entries(node, made)
-        found: Call = known[1]
-        return found
+            pair = self._made[id(node)] = node, _with_entries(node, made)
+        mesh: Call = pair[1]
+        return mesh
 
     def _is_lost(self, key: str, node: Node) -> bool:
         """Tell whether an attribute names groups of some ranks, which each job numbers itself.
@@ -198,15 +198,15 @@ class MeshChange:
         raise UnsupportedError(message)
 
     def _layout(self, node: Call) -> Call:
-        held, lengths = entries_of(node), self.shape.lengths
+        attributes, lengths = entries_of(node), self.shape.lengths
         steps = strides(lengths)
-        if held.keys() == {"shape", "stride"}:
+        if attributes.keys() == {"shape", "stride"}:
             return _with_entries(node, {"shape": lengths, "stride": steps})
-        if held.keys() != {"axes"} or not held["axes"]:
-            raise UnsupportedError(f"a mesh with a layout of {show_few(list(held))}")
-        one = held["axes"][-1]
+        if attributes.keys() != {"axes"} or not attributes["axes"]:
+            raise UnsupportedError(f"a mesh with a layout of {show_few(list(attributes))}")
+        axis = attributes["axes"][-1]
         axes = [
-            _with_entries(one, {"shape": (n,) * (n > 1), "stride": (step,) * (n > 1)})
+            _with_entries(axis, {"shape": (n,) * (n > 1), "stride": (step,) * (n > 1)})
             for n, step in zip(lengths, steps, strict=True)
         ]
         return _with_entries(node, {"axes": tuple(axes)})

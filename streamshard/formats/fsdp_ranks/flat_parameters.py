@@ -106,16 +106,16 @@ def evened_roots(roots: Sequence[Any]) -> list[Any] | None:
     """
     if not all(isinstance(root, dict) and isinstance(root.get(_STATE), dict) for root in roots):
         return None
-    held = [root[_STATE] for root in roots]
-    first = {key: states for own in reversed(held) for key, states in own.items()}
-    nodes = [node for own in held for states in own.values() for node in states.values()]
+    rank_states = [root[_STATE] for root in roots]
+    first = {key: states for own in reversed(rank_states) for key, states in own.items()}
+    nodes = [node for own in rank_states for states in own.values() for node in states.values()]
     if not all(isinstance(node, Call) and _is_run(tensor_of(node)) for node in nodes):
         return None
     empty = {key: {k: _emptied(n) for k, n in states.items()} for key, states in first.items()}
     order = [key for group in roots[0][_GROUPS] for key in group[_PARAMS] if key in first]
     return [
         {**root, _STATE: {key: own.get(key, empty[key]) for key in order}}
-        for root, own in zip(roots, held, strict=True)
+        for root, own in zip(roots, rank_states, strict=True)
     ]
 
 

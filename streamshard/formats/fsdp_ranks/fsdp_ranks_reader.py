@@ -99,7 +99,7 @@ class _Ranks:
     parts: dict[str, list[RankPart]] = field(default_factory=dict)
     """What each rank holds of the model's tensors."""
     boxes: dict[str, list[Box]] = field(default_factory=dict)
-    others: list[Node] = field(default_factory=list)
+    non_tensors: list[Node] = field(default_factory=list)
     """What is in the model's files and no tensor."""
     unread: dict[str, NoteKind] = field(default_factory=dict)
     """What else is not read, and why."""
@@ -169,28 +169,28 @@ class _Ranks:
                 raise DisagreementError(f"holds other names than {paths[0]}", path=path)
         self.root = roots[0]
         for key in roots[0]:
-            own = []
+            by_rank = []
             for path, root in zip(paths, roots, strict=True):
                 with of_file(path):
-                    own.append(part_of(root[key]))
-            held = [part for part in own if part is not None]
-            if held and held[0].is_dtensor:
+                    by_rank.append(part_of(root[key]))
+            parts = [part for part in by_rank if part is not None]
+            if parts and parts[0].is_dtensor:
                 with of_file(paths[0]):
                     require_ascending(roots[0][key])
-            if not held:
-                self.others.append(key)
-            elif len(held) < len(own):
+            if not parts:
+                self.non_tensors.append(key)
+            elif len(parts) < len(by_rank):
                 message = f"{name_of(key)} is a tensor on some ranks only"
                 raise DisagreementError(message, path=self.directory)
             else:
-                self.parts[name_of(key)] = held
-        self.boxes = {name: boxes_of(f"'{name}'", own) for name, own in self.parts.items()}
+                self.parts[name_of(key)] = parts
+        self.boxes = {name: boxes_of(f"'{name}'", parts) for name, parts in self.parts.items()}
 
     def _weights(self) -> Iterator[Weight]:
-        for name, own in self.parts.items():
+        for name, parts in self.parts.items():
             tensors = [(box.offset, box.tensor) for box in self.boxes[name]]
             places = [(at, t.shape, t.stride, t.location) for at, t in tensors]
-            yield name, dtype_of(f"'{name}'", own), own[0].shape, places
+            yield name, dtype_of(f"'{name}'", parts), parts[0].shape, places
 
     def _optimizer(self, weights: Mapping[str, Sequence[RankPart]]) -> RanksOptimizer:
         """Read the optimizer; weights are read also where it cannot be."""
@@ -256,11 +256,11 @@ class _Ranks:
         storages: dict[str, Storage] = {}
         replaced: dict[int, Node] = {}
         for entry in entries:
-            part, held = self.parts[entry.name][0], entry.held_as
+            part, holder = self.parts[entry.name][0], entry.held_as
             if part.offsets is not None:
                 return {}
-            row = number[MASTER if held in trained else MODULE, held]
-            storage = storages.setdefault(held, _storage(entry.dtype, entry.shape, row))
+            row = number[MASTER if holder in trained else MODULE, holder]
+            storage = storages.setdefault(holder, _storage(entry.dtype, entry.shape, row))
             node = self.root[entry.name]
             replaced[id(node)] = _whole(node, part, storage)
         template = TreeShape.of(self.root)
@@ -268,12 +268,12 @@ class _Ranks:
         kept: dict[str, Node] = {MODEL: template.filled(leaves)}
         if optimizer is not NO_OPTIMIZER:
             states = list(optimizer.template.leaves)
-            for n, one in optimizer.cut.items():
+            for n, cut in optimizer.cut.items():
                 inside = [
                     make_tensor(_storage(t.dtype, t.shape, number[t.state, t.name]), t.shape)
-                    for t in one.tensors
+                    for t in cut.tensors
                 ]
-                if one.is_joined:
+                if cut.is_joined:
                     states[n] = flat_node(inside)
                 else:
                     is_whole = optimizer.is_in_pieces
@@ -288,15 +288,15 @@ class _Ranks:
         count of ranks: each target has its own.
         """
         place = self.directory / rank_names.PRETRAINED
-        found = [(path, path.name) for path in _files_in(place)]
-        found += [
+        sidecars = [(path, path.name) for path in _files_in(place)]
+        sidecars += [
             (path, f"{self.directory.name}/{path.name}")
             for path in _files_in(self.directory)
             if path.name != rank_names.CONFIG and not rank_names.is_rank_file(path.name)
         ]
-        for path, _ in found:
+        for path, _ in sidecars:
             require_regular(path, self.directory)
-        return found
+        return sidecars
 
     def _notes(self, optimizer: RanksOptimizer, differing: _Copies) -> Iterator[Note]:
         known = {path for paths in self.files.values() for path in paths}
@@ -316,8 +316,8 @@ class _Ranks:
             )
             form = Option("format", "fsdp-ranks")
             yield Note(f"{text}. As they are, only repartition takes them, with {form}.")
-        if self.others:
-            text = f"Not read, as they are no tensors: {show_few(self.others)}"
+        if self.non_tensors:
+            text = f"Not read, as they are no tensors: {show_few(self.non_tensors)}"
             yield Note(f"{text}. Files for other ranks get rank 0's.", NoteKind.LEFT_OUT)
         if differing:
             text = f"The ranks' files differ in {show_few([*differing])}"
@@ -376,9 +376,9 @@ def _place_flat(
         origin += tensors[row].numel
 
 
-def _slot(held: Sequence[Tensor]) -> Slot:
+def _slot(tensors: Sequence[Tensor]) -> Slot:
     return Slot(
-        np.array([tensor.storage.file for tensor in held], dtype=np.int64),
-        np.array([tensor.offset for tensor in held], dtype=np.int64),
-        np.array([tensor.numel for tensor in held], dtype=np.int64),
+        np.array([tensor.storage.file for tensor in tensors], dtype=np.int64),
+        np.array([tensor.offset for tensor in tensors], dtype=np.int64),
+        np.array([tensor.numel for tensor in tensors], dtype=np.int64),
     )

@@ -127,11 +127,11 @@ def read_optimizer(
 
 
 def _templates(paths: Sequence[Path], roots: Sequence[Node]) -> list[TreeShape]:
-    found = []
+    templates = []
     for path, root in zip(paths, roots, strict=True):
         with of_file(path):
-            found.append(TreeShape.of(root))
-    return found
+            templates.append(TreeShape.of(root))
+    return templates
 
 
 def _differing(templates: Sequence[TreeShape]) -> int | None:
@@ -173,18 +173,18 @@ class _Reading:
             if path is None:
                 message = "holds a tensor inside of another object, as quantised states are"
                 raise UnsupportedError(message)
-            parts = [part_of(template.leaves[number]) for template in self._templates]
-            held = [part for part in parts if part is not None]
-            if self._is_flat and held[0].shape and path[0] == _STATE:
+            by_rank = [part_of(template.leaves[number]) for template in self._templates]
+            parts = [part for part in by_rank if part is not None]
+            if self._is_flat and parts[0].shape and path[0] == _STATE:
                 cut_of = self._piece_cut if self._is_in_pieces else self._flat_cut
-                cut[number] = cut_of(path, names, [part.local[0] for part in held])
-            elif all(part.is_plain for part in held):
-                self._require_alike(path, [part.local[0] for part in held])
+                cut[number] = cut_of(path, names, [part.local[0] for part in parts])
+            elif all(part.is_plain for part in parts):
+                self._require_alike(path, [part.local[0] for part in parts])
             else:
                 state, (name,) = _state_of(path, names)
                 what = f"{state} of '{name}'"
-                boxes, dtype = boxes_of(what, held), dtype_of(what, held)
-                cut[number] = CutState(state, (name,), [held[0].shape], dtype, boxes)
+                boxes, dtype = boxes_of(what, parts), dtype_of(what, parts)
+                cut[number] = CutState(state, (name,), [parts[0].shape], dtype, boxes)
         if len({(one.state, one.names) for one in cut.values()}) < len(cut):
             raise CorruptFileError("has a state of a parameter twice")
         groups, options = list[ParamGroup](), list[Mapping[str, Node]]()
@@ -234,11 +234,11 @@ class _Reading:
     def _length(self, key: Node) -> int:
         """Return the elements that a rank has of a flat parameter."""
         tensors = [tensor_of(node) for node in self._root[_STATE].get(key, {}).values()]
-        found = {tensor.shape for tensor in tensors if tensor is not None and tensor.shape}
-        if len(found) != 1 or len(*found) != 1:
+        shapes = {tensor.shape for tensor in tensors if tensor is not None and tensor.shape}
+        if len(shapes) != 1 or len(*shapes) != 1:
             message = f"does not have states of one length of flat parameter {show(key)}"
             raise UnsupportedError(f"{message}, and so does not tell what FSDP1 joined to it")
-        ((length,),) = found
+        ((length,),) = shapes
         return length
 
     def _twins(self) -> Iterator[tuple[str, str]]:
@@ -247,14 +247,14 @@ class _Reading:
         for name, parts in self._parts.items():
             if not parts[0].is_dtensor or len(parts[0].shape) < _MATRIX:
                 continue
-            known = first.setdefault((parts[0].local[0].dtype, parts[0].shape), [])
-            for other in known:
+            candidates = first.setdefault((parts[0].local[0].dtype, parts[0].shape), [])
+            for other in candidates:
                 both = zip(parts, self._parts[other], strict=True)
                 if all(alike(one.local[0], another.local[0]) for one, another in both):
                     yield name, other
                     break
             else:
-                known.append(name)
+                candidates.append(name)
 
     def _shards(self) -> list[int]:
         """Return which part of flat parameters each rank has."""
@@ -262,37 +262,37 @@ class _Reading:
         return [part.coordinate[-1] for part in cut]
 
     def _flat_cut(
-        self, path: Sequence[Node], names: Mapping[Node, tuple[str, ...]], own: Sequence[Tensor]
+        self, path: Sequence[Node], names: Mapping[Node, tuple[str, ...]], tensors: Sequence[Tensor]
     ) -> CutState:
         """Return a state of joined parameters, of which each rank has as many elements."""
         state, joined = _state_of(path, names)
         what = f"{state} of flat parameter {show(path[1])}"
-        if len({(tensor.dtype, tensor.shape) for tensor in own}) > 1:
+        if len({(tensor.dtype, tensor.shape) for tensor in tensors}) > 1:
             raise DisagreementError(f"{what} differs in length or dtype between ranks")
         if not {*joined} <= self._weights.keys():
             raise UnsupportedError(f"{what} is of parameters that no file of the model names")
-        shapes, boxes = [self._weights[name].shape for name in joined], self._runs(what, own)
+        shapes, boxes = [self._weights[name].shape for name in joined], self._runs(what, tensors)
         self._require_padding(what, sum(map(math.prod, shapes)), boxes)
-        return CutState(state, joined, shapes, own[0].dtype, boxes, is_joined=True)
+        return CutState(state, joined, shapes, tensors[0].dtype, boxes, is_joined=True)
 
     def _piece_cut(
-        self, path: Sequence[Node], names: Mapping[Node, tuple[str, ...]], own: Sequence[Tensor]
+        self, path: Sequence[Node], names: Mapping[Node, tuple[str, ...]], runs: Sequence[Tensor]
     ) -> CutState:
         """Return a state of which each rank has a run of elements, or none."""
         state, (name,) = _state_of(path, names)
         what = f"{state} of parameter {show(path[1])}"
-        boxes, weight = self._runs(what, own), self._weights.get(name)
+        boxes, weight = self._runs(what, runs), self._weights.get(name)
         numel = sum(box.tensor.numel for box in boxes)
-        if weight is None or numel != math.prod(weight.shape) or len({t.dtype for t in own}) > 1:
+        if weight is None or numel != math.prod(weight.shape) or len({t.dtype for t in runs}) > 1:
             message = f"{what} has {numel:,} elements of all ranks, and is no state of '{name}'"
             raise UnsupportedError(message)
         boxes = [box for box in boxes if box.tensor.numel]
-        return CutState(state, (name,), [weight.shape], own[0].dtype, boxes)
+        return CutState(state, (name,), [weight.shape], runs[0].dtype, boxes)
 
-    def _runs(self, what: str, own: Sequence[Tensor]) -> list[Box]:
+    def _runs(self, what: str, tensors: Sequence[Tensor]) -> list[Box]:
         """Return the ranks' parts of what has one dimension, one after the other."""
         runs, boxes, start = dict[int, list[Tensor]](), list[Box](), 0
-        for shard, tensor in zip(self._shards(), own, strict=True):
+        for shard, tensor in zip(self._shards(), tensors, strict=True):
             runs.setdefault(shard, []).append(tensor.require_contiguous(what))
         for shard in sorted(runs):
             first, *copies = runs[shard]
@@ -315,25 +315,25 @@ class _Reading:
 
     def _options(self, group: Mapping[str, Node]) -> Mapping[str, Node]:
         """Return a group's hyper-parameters; those in tensors as the numbers that they are."""
-        found: dict[str, Node] = {_PARAMS: []}
+        options: dict[str, Node] = {_PARAMS: []}
         for key, node in group.items():
             if key == _PARAMS:
                 continue
             tensor = tensor_of(node)
             if tensor is not None and not tensor.shape:
-                found[key] = number_in(name_of(key), read_scalar(tensor, self._sources))
+                options[key] = number_in(name_of(key), read_scalar(tensor, self._sources))
             elif tensor is None and is_plain(node):
-                found[key] = node
+                options[key] = node
             else:
                 raise UnsupportedError(f"its {show(key)} is {show(node)}, which is no number")
-        return found
+        return options
 
-    def _require_alike(self, path: Sequence[Node], own: Sequence[Tensor]) -> None:
+    def _require_alike(self, path: Sequence[Node], tensors: Sequence[Tensor]) -> None:
         """Refuse plain tensors that are not the same on all ranks."""
-        if all(alike(own[0], other) for other in own):
+        if all(alike(tensors[0], other) for other in tensors):
             return
         what = ".".join(map(str, path))
-        if not own[0].shape:
+        if not tensors[0].shape:
             message = f"{what} is not the same on all ranks, as if their files were of two saves"
             raise DisagreementError(message)
         message = f"{what} is another plain tensor on each rank, and no file tells how it was cut"
@@ -401,33 +401,33 @@ class _Reading:
             dtype = dtypes[0] if dtypes else "float32"
             yield ParamGroup(tuple(named), dtype, own[0] if own else None, number)
 
-    def _states(self, held: Mapping[Node, Node], cut: Mapping[int, CutState]) -> dict[str, State]:
+    def _states(self, nodes: Mapping[Node, Node], cut: Mapping[int, CutState]) -> dict[str, State]:
         """Return the states of one parameter, without its elements."""
-        found: dict[str, State] = {}
-        for key, node in held.items():
+        states: dict[str, State] = {}
+        for key, node in nodes.items():
             number = self._numbers.get(id(node), -1)
             tensor = tensor_of(node)
             if number in cut:
-                found[name_of(key)] = Elementwise(cut[number].dtype)
+                states[name_of(key)] = Elementwise(cut[number].dtype)
             elif tensor is not None and not tensor.shape:
-                found[name_of(key)] = read_scalar(tensor, self._sources)
+                states[name_of(key)] = read_scalar(tensor, self._sources)
             elif isinstance(node, bool | int | float | str) or node is None:
-                found[name_of(key)] = Plain(node)
+                states[name_of(key)] = Plain(node)
             else:
                 raise UnsupportedError(f"its state {show(key)} is {show(node)}")
-        return found
+        return states
 
 
 def _state_of(
     path: Sequence[Node], names: Mapping[Node, tuple[str, ...]]
 ) -> tuple[str, tuple[str, ...]]:
     """Return the state and the parameters of a tensor that is cut among ranks."""
-    state, found = "", tuple[str, ...]()
+    state, params = "", tuple[str, ...]()
     if len(path) == 3 and path[0] == _STATE:
-        state, found = name_of(path[2]), names.get(path[1], (str(path[1]),))
+        state, params = name_of(path[2]), names.get(path[1], (str(path[1]),))
     elif len(path) == 1 and name_of(path[0]).startswith(f"{_STATE}."):
         name, _, state = name_of(path[0]).removeprefix(f"{_STATE}.").rpartition(".")
-        found = (name,)
+        params = (name,)
     if not state or state in (MASTER, MODULE, BLOB, FILE):
         raise UnsupportedError(f"{'.'.join(map(str, path))} is no state of a parameter")
-    return state, found
+    return state, params

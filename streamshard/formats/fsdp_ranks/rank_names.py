@@ -65,18 +65,18 @@ def files_of(directory: Path) -> Mapping[str, list[Path]]:
     IncompleteError
         A rank's model is missing, or models of another count of ranks lie among them.
     """
-    found: dict[tuple[str, int], dict[int, Path]] = {}
+    files: dict[tuple[str, int], dict[int, Path]] = {}
     for path in sorted(paths_in(directory)):
         if match := _FILE.fullmatch(path.name):
-            found.setdefault((match[1], int(match[2])), {})[int(match[3])] = path
-    counts = [ranks for kind, ranks in found if kind == MODEL]
+            files.setdefault((match[1], int(match[2])), {})[int(match[3])] = path
+    counts = [ranks for kind, ranks in files if kind == MODEL]
     if len(counts) > 1:
         one, other = counts[:2]
         message = f"holds files of {one} ranks and of {other}; move away the set that is older"
         raise IncompleteError(message, path=directory)
     (ranks,) = counts
-    _require_all(directory, MODEL, ranks, found[MODEL, ranks])
-    own = {kind: found.get((kind, ranks), {}) for kind in KINDS}
+    _require_all(directory, MODEL, ranks, files[MODEL, ranks])
+    own = {kind: files.get((kind, ranks), {}) for kind in KINDS}
     return {kind: [paths[rank] for rank in sorted(paths)] for kind, paths in own.items()}
 
 

@@ -105,21 +105,21 @@ class RankImages:
         return change.dtensor(node, make_tensor(storage, sizes))
 
     def _flat(self, node: Call, shard: int) -> Call:
-        held = [tensor for tensor in map(tensor_of, node.args) if tensor is not None]
-        group = group_of([tensor.numel for tensor in held], self.mesh.lengths[-1])
-        tensors = np.array([tensor.storage.blob for tensor in held], dtype=np.int64)
+        members = [tensor for tensor in map(tensor_of, node.args) if tensor is not None]
+        group = group_of([tensor.numel for tensor in members], self.mesh.lengths[-1])
+        tensors = np.array([tensor.storage.blob for tensor in members], dtype=np.int64)
         segments = partial(partition_segments, group, tensors=tensors)
-        share, numel = Share(tensors, held[0].dtype, segments, shard), group.partition_numel
-        return make_tensor(Storage(held[0].dtype, numel, share), (numel,))
+        share, numel = Share(tensors, members[0].dtype, segments, shard), group.partition_numel
+        return make_tensor(Storage(members[0].dtype, numel, share), (numel,))
 
     def _extra(self, rank: int) -> Node:
         """Return the other state of a rank: its own, or rank 0's without random states."""
         is_new = rank >= len(self.extra)
-        held: dict[Node, Node] = dict(self.extra[0 if is_new else rank])
+        state: dict[Node, Node] = dict(self.extra[0 if is_new else rank])
         if is_new:
-            held.pop(_RNG, None)
+            state.pop(_RNG, None)
         changed = {_RANK: rank, _WORLD_SIZE: self.mesh.ranks}
-        return {key: changed.get(key, node) for key, node in held.items()}
+        return {key: changed.get(key, node) for key, node in state.items()}
 
     def notes(self) -> Iterator[str]:
         """Say what is lost, and what is new."""
@@ -171,9 +171,9 @@ def _box_segments(
 def config_for(data: bytes, ranks: int) -> bytes:
     """Return verl's `fsdp_config.json` for another count of ranks."""
     try:
-        held = strict_json.parse(data)
+        config = strict_json.parse(data)
     except ValueError as error:
         raise CorruptFileError(f"is not JSON ({error})") from error
-    if not isinstance(held, dict):
-        raise CorruptFileError(f"holds a {type(held).__name__} where a dict belongs")
-    return json.dumps({**held, _WORLD_SIZE: ranks}, indent=4).encode()
+    if not isinstance(config, dict):
+        raise CorruptFileError(f"holds a {type(config).__name__} where a dict belongs")
+    return json.dumps({**config, _WORLD_SIZE: ranks}, indent=4).encode()

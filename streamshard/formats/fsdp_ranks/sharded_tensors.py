@@ -118,9 +118,9 @@ def _is_of_torch(node: Node, name: str) -> bool:
 
 
 def _of_dtensor(size: Node, state: Node) -> RankPart:
-    held = entries_of(state)
-    spec = entries_of(held["_spec"])
-    local = tensor_of(held["_local_tensor"])
+    attributes = entries_of(state)
+    spec = entries_of(attributes["_spec"])
+    local = tensor_of(attributes["_local_tensor"])
     coordinate = entries_of(spec["mesh"])["_coordinate_on_dim"]
     placements = tuple(map(_placement, spec["placements"]))
     if local is None or coordinate is None or len(coordinate) != len(placements):
@@ -147,12 +147,12 @@ def _of_sharded_tensor(state: Node) -> RankPart:
     shards, metadata = state[:2]
     local, offsets = [], []
     for shard in shards:
-        held = entries_of(shard)
-        tensor = tensor_of(held["tensor"])
+        attributes = entries_of(shard)
+        tensor = tensor_of(attributes["tensor"])
         if tensor is None:
             raise CorruptFileError("a shard that is no tensor")
         local.append(tensor)
-        offsets.append(tuple(map(_size, entries_of(held["metadata"])["shard_offsets"])))
+        offsets.append(tuple(map(_size, entries_of(attributes["metadata"])["shard_offsets"])))
     return RankPart(shape_of(entries_of(metadata)["size"]), local, offsets)
 
 
@@ -186,7 +186,7 @@ def _boxes(parts: Sequence[RankPart]) -> list[Box]:
         ):  # fmt: skip
             raise DisagreementError("is cut in another way on other ranks")
     counts = [max(each) + 1 for each in zip(*(part.coordinate for part in parts), strict=True)]
-    found: dict[Shape, Box] = {}
+    boxes: dict[Shape, Box] = {}
     for part in parts:
         offsets = part.offsets or ()
         if part.offsets is None:
@@ -197,10 +197,10 @@ def _boxes(parts: Sequence[RankPart]) -> list[Box]:
                 raise CorruptFileError(message)
         for offset, tensor in zip(offsets, part.local, strict=True):
             if tensor.numel and len(tensor.shape) == len(first.shape):
-                box = found.setdefault(offset, Box(offset, tensor, []))
+                box = boxes.setdefault(offset, Box(offset, tensor, []))
                 if box.tensor is not tensor:
                     box.copies.append(tensor)
-    return list(found.values())
+    return list(boxes.values())
 
 
 def box_of(part: RankPart, counts: Sequence[int]) -> tuple[Shape, Shape]:
@@ -213,25 +213,25 @@ def box_of(part: RankPart, counts: Sequence[int]) -> tuple[Shape, Shape]:
     """
     offset, sizes = [0] * len(part.shape), list(part.shape)
     placed = list(enumerate(part.placements))
-    cuts = [(i, one) for i, one in placed if one.kind == _SHARD]
-    cuts += [(i, one) for i, one in reversed(placed) if one.kind == _STRIDED]
-    for number, one in cuts:
-        if one.dim >= len(sizes):
-            raise CorruptFileError(f"dimension {one.dim} of {list(part.shape)} is cut")
-        if one.kind == _STRIDED:
-            _require_factor(part, number, one, counts)
-        share = -(-sizes[one.dim] // counts[number])
-        start = min(part.coordinate[number] * share, sizes[one.dim])
-        offset[one.dim] += start
-        sizes[one.dim] = min(share, sizes[one.dim] - start)
+    cuts = [(i, cut) for i, cut in placed if cut.kind == _SHARD]
+    cuts += [(i, cut) for i, cut in reversed(placed) if cut.kind == _STRIDED]
+    for number, cut in cuts:
+        if cut.dim >= len(sizes):
+            raise CorruptFileError(f"dimension {cut.dim} of {list(part.shape)} is cut")
+        if cut.kind == _STRIDED:
+            _require_factor(part, number, cut, counts)
+        share = -(-sizes[cut.dim] // counts[number])
+        start = min(part.coordinate[number] * share, sizes[cut.dim])
+        offset[cut.dim] += start
+        sizes[cut.dim] = min(share, sizes[cut.dim] - start)
     return tuple(offset), tuple(sizes)
 
 
-def _require_factor(part: RankPart, number: int, one: Placement, counts: Sequence[int]) -> None:
+def _require_factor(part: RankPart, number: int, cut: Placement, counts: Sequence[int]) -> None:
     """Refuse a strided cut of other parts than those that later dimensions of the mesh make."""
     later = 1
     for other, count in zip(part.placements[number + 1 :], counts[number + 1 :], strict=True):
-        later *= count if other.dim == one.dim else 1
-    if later != one.factor:
-        message = f"a strided cut of {one.factor} parts, where later dimensions of its mesh make"
+        later *= count if other.dim == cut.dim else 1
+    if later != cut.factor:
+        message = f"a strided cut of {cut.factor} parts, where later dimensions of its mesh make"
         raise UnsupportedError(f"{message} {later}")
