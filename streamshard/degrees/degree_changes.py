@@ -62,12 +62,12 @@ def _note_checksums(source: Source) -> None:
 
 def _crc32(access: SourceAccess, blob: int, nbytes: int) -> int:
     piece = np.empty(min(nbytes, _READ_BYTES), dtype=np.uint8)
-    found = 0
+    crc32 = 0
     for start in range(0, nbytes, _READ_BYTES):
         part = piece[: min(nbytes - start, _READ_BYTES)]
         access.fill(part, blob, start, None)
-        found = zlib.crc32(part.data, found)
-    return found
+        crc32 = zlib.crc32(part.data, crc32)
+    return crc32
 
 
 _PIECE_BYTES = 1 << 16
@@ -91,13 +91,13 @@ def _require_different_shards(source: Source, parts: ModelInParts) -> None:
                 raise UnsupportedError(f"{message} all of it or a part: {advice}")
 
 
-def _are_equal(source: Source, access: SourceAccess, one: int, other: int) -> bool:
-    tensor = source.checkpoint.tensors[one]
+def _are_equal(source: Source, access: SourceAccess, left: int, right: int) -> bool:
+    tensor = source.checkpoint.tensors[left]
     size = ITEMSIZE[tensor.dtype]
     pieces = np.empty((2, min(tensor.numel, _PIECE_BYTES // size)), dtype=f"u{size}")
     for start in range(0, tensor.numel, max(1, pieces.shape[1])):
         rows = pieces[:, : tensor.numel - start]
-        for row, number in zip(rows, (one, other), strict=True):
+        for row, number in zip(rows, (left, right), strict=True):
             access.fill(row, number, start, None)
         if not np.array_equal(rows[0], rows[1]):
             return False
@@ -199,16 +199,16 @@ def _at_degrees(opened: Source, wanted: JobDegrees) -> DerivedSource | None:
     _require_ranks(opened, wanted.tensor_parallel, wanted.pipeline_parallel)
     _note_checksums(opened)
     with of_file(opened.path):
-        own = degrees_of(opened.checkpoint)
+        degrees = degrees_of(opened.checkpoint)
         target = Degrees(
-            wanted.tensor_parallel or own.tensor, wanted.pipeline_parallel or own.pipeline
+            wanted.tensor_parallel or degrees.tensor, wanted.pipeline_parallel or degrees.pipeline
         )
-        keeps_shards = target.tensor == own.tensor
+        keeps_shards = target.tensor == degrees.tensor
         if keeps_shards:
             _require_unused(rules)
-        if target == own and not _has_other_stages(opened):
+        if target == degrees and not _has_other_stages(opened):
             return None
-        _require_changeable(opened, target, own, wanted.expert_parallel)
+        _require_changeable(opened, target, degrees, wanted.expert_parallel)
         laid, parts = _parts_of(opened, rules, keeps_shards=keeps_shards)
     like = _parts_of_job(laid.source, parts, target, rules)
     made = _recut(laid, parts, like)
@@ -245,16 +245,16 @@ def _require_ranks(opened: Source, *degrees: int | None) -> None:
 
 
 def _require_changeable(
-    opened: Source, wanted: Degrees, own: Degrees, expert_parallel: int | None
+    opened: Source, wanted: Degrees, degrees: Degrees, expert_parallel: int | None
 ) -> None:
     if wanted.pipeline > 1 and not is_pipeline(opened.checkpoint):
-        asked = Option("pipeline_parallel", wanted.pipeline)
-        message = f"{asked}: but it is not of a pipeline"
+        option = Option("pipeline_parallel", wanted.pipeline)
+        message = f"{option}: but it is not of a pipeline"
         raise UsageError(f"{message} (PipelineModule); leave it out")
     if expert_parallel is not None and not is_own_degree(opened.checkpoint, expert_parallel):
-        asked = Option("expert_parallel", expert_parallel)
-        message = f"{asked} with {wanted}: experts are spread again"
-        raise UnsupportedError(f"{message} only at the other degrees of the source, {own}")
+        option = Option("expert_parallel", expert_parallel)
+        message = f"{option} with {wanted}: experts are spread again"
+        raise UnsupportedError(f"{message} only at the other degrees of the source, {degrees}")
 
 
 def _has_other_stages(opened: Source) -> bool:
@@ -294,11 +294,11 @@ def whole(opened: Source, rules: CutRules | None) -> DerivedSource | None:
 def _whole_of_parts(laid: WithLayerTensors, parts: ModelInParts) -> DerivedSource:
     _note_checksums(laid.source)
     _require_different_shards(laid.source, parts)
-    made = _recut(laid, parts, whole_model(parts))
+    derived = _recut(laid, parts, whole_model(parts))
     if not is_pipeline(laid.source.checkpoint):
-        return made
+        return derived
     return replace(
-        made, source=replace(made.source, checkpoint=as_one_module(made.source.checkpoint))
+        derived, source=replace(derived.source, checkpoint=as_one_module(derived.source.checkpoint))
     )
 
 
@@ -371,12 +371,12 @@ class _ModelParallelism(OtherDegrees):
     ) -> tuple[Source, Source, Sequence[DerivedSource]]:
         if _have_equal_parts(one.checkpoint, other.checkpoint):
             return one, other, []
-        found = [self.join(side) for side in (one, other)]
+        derived = [self.join(side) for side in (one, other)]
         left, right = (
             side if joined is None else joined.source
-            for joined, side in zip(found, (one, other), strict=True)
+            for joined, side in zip(derived, (one, other), strict=True)
         )
-        return left, right, [joined for joined in found if joined is not None]
+        return left, right, [joined for joined in derived if joined is not None]
 
     def tells_cut(self, source: Source) -> bool:
         return _tells_cut(source)

@@ -77,18 +77,18 @@ class _MergedParts:
 
     def require_same_tensors(self) -> None:
         """Refuse tensors that only one side has, or that it trains in another group."""
-        mine, theirs = self._parts.tensors, self._like.tensors
-        missing, extra = sorted(theirs.keys() - mine.keys()), sorted(mine.keys() - theirs.keys())
+        tensors, like = self._parts.tensors, self._like.tensors
+        missing, extra = sorted(like.keys() - tensors.keys()), sorted(tensors.keys() - like.keys())
         if missing:
             raise DisagreementError(f"lacks what {LIKE} has: {show_few(missing)}")
         if extra:
             raise DisagreementError(f"{LIKE} lacks what is in it: {show_few(extra)}")
-        for name, own in mine.items():
-            other = theirs[name]
-            if (own.kind, own.group) != (other.kind, other.group):
+        for name, tensor in tensors.items():
+            reference = like[name]
+            if (tensor.kind, tensor.group) != (reference.kind, reference.group):
                 one, two = (
-                    one.kind if one.group is None else f"in param group {one.group}"
-                    for one in (own, other)
+                    side.kind if side.group is None else f"in param group {side.group}"
+                    for side in (tensor, reference)
                 )
                 raise DisagreementError(f"'{name}' is {one}, in {LIKE} {two}")
         aliases = [
@@ -100,16 +100,16 @@ class _MergedParts:
 
     def require_same_layers(self) -> None:
         """Refuse other layers of a pipeline than the reference's."""
-        both = self._source, self._like.checkpoint
-        if is_pipeline(both[0]) != is_pipeline(both[1]):
-            which = "is" if is_pipeline(both[0]) else "is not"
+        checkpoints = self._source, self._like.checkpoint
+        if is_pipeline(checkpoints[0]) != is_pipeline(checkpoints[1]):
+            which = "is" if is_pipeline(checkpoints[0]) else "is not"
             raise DisagreementError(f"{which} of a pipeline, unlike {LIKE}")
         parts, like = self._parts, self._like
         for name in parts.tensors if parts.keeps_shards else ():
             if parts.shards(name) != like.shards(name):
                 message = f"'{name}' has other shapes than in {LIKE} on tensor-parallel ranks"
                 raise DisagreementError(f"{message}: it is not of the same job")
-        mine, theirs = map(layer_numbers, both)
+        mine, theirs = map(layer_numbers, checkpoints)
         differing = sorted(mine ^ theirs)
         # `whole_model` has no files of layers.
         if theirs and differing:
@@ -118,13 +118,13 @@ class _MergedParts:
 
     def groups(self) -> list[ParamGroup]:
         """Return a group for each number, with what all parts say of it."""
-        first, *others = self._source.model_parts
+        first, *later_parts = self._source.model_parts
         counts = {
             len(f.groups) for c in (self._source, self._like.checkpoint) for f in c.model_parts
         }
         if len(counts) > 1:
             raise DisagreementError(f"not all parts of it and of {LIKE} have as many param groups")
-        for model_part in others:
+        for model_part in later_parts:
             if fingerprint(model_part.optimizer_file) != fingerprint(first.optimizer_file):
                 message = "hyper-parameters, the loss scaler or other entries of the optimizer"
                 raise DisagreementError(f"{model_part.name} and {first.name} differ in {message}")
@@ -213,17 +213,17 @@ class _Building:
         }
         model_parts = []
         for number, model_part in enumerate(self._like.checkpoint.model_parts):
-            made = self._model_part(model_part, groups)
+            target = self._model_part(model_part, groups)
             recuts = {name: self._recut(name, number, *both) for name, both in shapes.items()}
-            for tensor in self._tensors(made, model_part):
+            for tensor in self._tensors(target, model_part):
                 self._add(tensor, recuts[tensor.name])
             model, optimizer_file = self._training_state(model_part, state, optimizer)
-            model_parts.append(replace(made, model_state=model, optimizer_file=optimizer_file))
+            model_parts.append(replace(target, model_state=model, optimizer_file=optimizer_file))
         layers = self._layers()
         for number, tensor in enumerate(self._checkpoint.tensors):
             if tensor.state == FILE:
                 self._made.append(MadeTensor(tensor, None, [number]))
-        tensors = [made.tensor for made in self._made]
+        tensors = [target.tensor for target in self._made]
         checkpoint = replace(
             self._checkpoint,
             tensors=tuple(tensors),
@@ -260,47 +260,47 @@ class _Building:
         )
         return replace(model_part, groups=merged, module=entries, param_ids={})
 
-    def _tensors(self, made: ModelPart, like: ModelPart) -> Iterator[LogicalTensor]:
+    def _tensors(self, target: ModelPart, like: ModelPart) -> Iterator[LogicalTensor]:
         shapes = self._like.checkpoint.master_shapes(like)
-        yield from optimizer_tensors(made.groups, shapes, made.name)
-        for entry in made.module:
+        yield from optimizer_tensors(target.groups, shapes, target.name)
+        for entry in target.module:
             if entry.kind != "alias" and self._has_module_tensor(entry):
-                yield LogicalTensor(MODULE, entry.name, entry.dtype, entry.shape, made.name)
+                yield LogicalTensor(MODULE, entry.name, entry.dtype, entry.shape, target.name)
 
     def _has_module_tensor(self, entry: ModuleEntry) -> bool:
         holder = next(iter(self._parts.tensors[entry.name].shapes))
         return (self._checkpoint.model_parts[holder].name, MODULE, entry.name) in self._index
 
-    def _recut(self, name: str, number: int, mine: ModelCut, theirs: ModelCut) -> Recut | None:
+    def _recut(self, name: str, number: int, source: ModelCut, target: ModelCut) -> Recut | None:
         try:
-            return recut(theirs, number, mine)
+            return recut(target, number, source)
         except NotTiledError as error:
             message = f"'{name}' is not the same tensor as in {LIKE}: {error}"
             if self._parts.is_vocabulary(name) or self._like.is_vocabulary(name):
-                message = self._of_vocabulary(name, mine.shape[0], theirs.shape[0])
+                message = self._of_vocabulary(name, source.shape[0], target.shape[0])
             raise DisagreementError(message) from error
 
-    def _of_vocabulary(self, name: str, rows: int, others: int) -> str:
+    def _of_vocabulary(self, name: str, rows: int, expected: int) -> str:
         """Say how the target job gets as many rows. DeepSpeed's converter fills zeros in."""
         each, rest = divmod(rows, self._like.degrees.tensor)
         option = "" if rest else f" (Megatron-DeepSpeed: --make-vocab-size-divisible-by {each})"
         return (
-            f"'{name}' has {rows:,} rows, in {LIKE} {others:,}. A vocabulary keeps the rows that "
+            f"'{name}' has {rows:,} rows, in {LIKE} {expected:,}. A vocabulary keeps the rows that "
             f"it is padded with, as they are trained like all others. Let that job pad it to "
             f"{rows:,} rows{option}, save once more, and give that"
         )
 
-    def _add(self, tensor: LogicalTensor, one: Recut | None) -> None:
+    def _add(self, tensor: LogicalTensor, boxes: Recut | None) -> None:
         rows = []
-        if one is not None:
+        if boxes is not None:
             model_parts = self._checkpoint.model_parts
-            keys = [(model_parts[m].name, tensor.state, tensor.name) for m in one.ranks.tolist()]
+            keys = [(model_parts[m].name, tensor.state, tensor.name) for m in boxes.ranks.tolist()]
             rows = [self._index[key] for key in keys]
             for row in rows:
                 if self._checkpoint.tensors[row].dtype != tensor.dtype:
                     message = f"{tensor.state} of '{tensor.name}' has another dtype in each part"
                     raise DisagreementError(message)
-        self._made.append(MadeTensor(tensor, one, rows))
+        self._made.append(MadeTensor(tensor, boxes, rows))
 
     def _training_state(
         self, like: ModelPart, state: Mapping[str, Node], optimizer: Mapping[str, Node]
@@ -336,17 +336,17 @@ class _Building:
         return number
 
 
-def cutting_of(made: Sequence[MadeTensor], of: Cutting) -> Cutting:
+def cutting_of(targets: Sequence[MadeTensor], of: Cutting) -> Cutting:
     """Return where the elements of tensors lie that are made of those of another cutting."""
-    builder = CuttingBuilder([ITEMSIZE[one.tensor.dtype] for one in made])
-    for number, one in enumerate(made):
-        rows = np.array(one.rows, dtype=np.int64)
+    builder = CuttingBuilder([ITEMSIZE[target.tensor.dtype] for target in targets])
+    for number, target in enumerate(targets):
+        rows = np.array(target.rows, dtype=np.int64)
         slot = builder.slot(Slot(rows, np.zeros_like(rows), np.zeros_like(rows)))
-        if one.recut is not None:
-            builder.place_boxes(number, slot, one.recut.grid)
-        elif len(rows) or not one.tensor.numel:
-            builder.assign(number, slot, piece_numel=one.tensor.numel)
+        if target.recut is not None:
+            builder.place_boxes(number, slot, target.recut.grid)
+        elif len(rows) or not target.tensor.numel:
+            builder.assign(number, slot, piece_numel=target.tensor.numel)
     for number in builder.missing().tolist():
-        tensor = made[number].tensor
+        tensor = targets[number].tensor
         raise CorruptFileError(f"{tensor.state} of '{tensor.name}' is nowhere")
     return builder.build(of)
