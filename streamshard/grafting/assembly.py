@@ -42,7 +42,7 @@ class Assembly(ABC):
         self.old, self.new = source.checkpoint, start.checkpoint
         self.first = len(self.old.tensors)
         """Number of START's first tensor among those of both."""
-        self.both = source.append(self.new.tensors, start.cutting, start.files)
+        self.union = source.append(self.new.tensors, start.cutting, start.files)
         self.index, self.start_index = self.old.tensor_index(), self.new.tensor_index()
         self._tensors: list[LogicalTensor] = []
         self._rows: list[int] = []
@@ -107,7 +107,7 @@ class Assembly(ABC):
         def number_of(row: int) -> int:
             """Add a storage that is left in the training state."""
             number = len(self._tensors)
-            blob = self.both.checkpoint.tensors[row]
+            blob = self.union.checkpoint.tensors[row]
             self._tensors.append(replace(blob, name=str(number - first), model_part=new.name))
             self._rows.append(row)
             return number
@@ -144,7 +144,7 @@ class Assembly(ABC):
         if not pieces:
             return
         row = pieces[0].tensor if len(pieces) == 1 else None
-        dtype = "" if row is None else self.both.checkpoint.tensors[row].dtype
+        dtype = "" if row is None else self.union.checkpoint.tensors[row].dtype
         if row is not None and tensor.state == MODULE:
             tensor = replace(tensor, dtype=dtype)  # it is cast as it is written
         elif row is None or dtype != tensor.dtype:
@@ -156,10 +156,10 @@ class Assembly(ABC):
 
     def placed(self, checkpoint: Checkpoint) -> tuple[Source, list[Pieces]]:
         """Return a source of the added tensors, and the pieces that some are computed of."""
-        job = self.both.take(self._rows, replace(checkpoint, tensors=tuple(self._tensors)))
+        job = self.union.take(self._rows, replace(checkpoint, tensors=tuple(self._tensors)))
         computed = []
         for dtype, tensors in self._computed.items():
             pieces = [piece for _, pieces in tensors for piece in pieces]
-            computed.append(Pieces.of(self.both, pieces, dtype))
+            computed.append(Pieces.of(self.union, pieces, dtype))
             job = job.compute([number for number, _ in tensors], computed[-1])
         return job, computed

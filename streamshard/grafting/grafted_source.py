@@ -46,7 +46,7 @@ def grafted(
     for side in sides:
         require_read(side.source)
     job = _ByRules(sides[0].source, sides[1].source, rules)
-    made, computed = job.grafted()
+    graft, computed = job.grafted()
     checks = [side.check for side in sides if side.check is not None]
 
     def check(memory: MemoryPlan, progress: Progress) -> Sequence[str]:
@@ -56,7 +56,7 @@ def grafted(
         return [note for check in checks for note in check(memory, progress)]
 
     needed = check if checks or job.means else None
-    return DerivedSource(source=made, original=source, check=needed), job.counts
+    return DerivedSource(source=graft, original=source, check=needed), job.counts
 
 
 class _ByRules(Assembly):
@@ -91,7 +91,7 @@ class _ByRules(Assembly):
             saved_ranks=old.ranks,
         )
         placed, computed = self.placed(checkpoint)
-        made = replace(
+        graft = replace(
             placed,
             path=start.path,
             kind=start.kind,
@@ -101,17 +101,17 @@ class _ByRules(Assembly):
             repeats=(),
             codec_bytes=max(self.source.codec_bytes, start.codec_bytes) + SCRATCH_BYTES,
         )
-        return made, computed
+        return graft, computed
 
     # Who says what
 
     def origins(self, parts: Sequence[Parts]) -> Sequence[Mapping[str, Origin]]:
         both = [(Inventory.of(self.old, old), Inventory.of(self.new, new)) for old, new in parts]
-        found = origins_of(both, self._rules)
-        for sides, origins in zip(both, found, strict=True):
+        by_part = origins_of(both, self._rules)
+        for sides, origins in zip(both, by_part, strict=True):
             require_whole_rows(origins, self.start)
             self._tell(*sides, origins)
-        return found
+        return by_part
 
     def states(
         self, parts: Parts, group: ParamGroup, origins: Mapping[str, Origin]
@@ -212,7 +212,7 @@ class _ByRules(Assembly):
         return (*of_source.values(), *of_start.values(), OtherFile(path, 0o644))
 
     def _add_copy(self, row: int) -> None:
-        tensor = self.both.checkpoint.tensors[row]
+        tensor = self.union.checkpoint.tensors[row]
         self.add(tensor, [Piece(tensor.numel, row)])
 
     def _add_scheduler(self, path: str) -> bool:

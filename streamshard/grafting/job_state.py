@@ -101,13 +101,13 @@ def grafted_state(
 def _schedulers(parts: Parts) -> States | None:
     """Return the states of the schedulers in model files; None if there is none in either."""
     for key in (names.SCHEDULER, _LIGHTNING_SCHEDULERS):
-        one, other = (part.model_state.get(key) for part in parts)
+        source, start = (part.model_state.get(key) for part in parts)
         if key == _LIGHTNING_SCHEDULERS:
-            one, other = (s[0] if isinstance(s, list) and s else None for s in (one, other))
+            source, start = (s[0] if isinstance(s, list) and s else None for s in (source, start))
             if key not in parts[1].model_state:
-                other = starting_state(one, parts[1].hyper_parameters)
-        if one is not None or other is not None:
-            return one, other
+                start = starting_state(source, parts[1].hyper_parameters)
+        if source is not None or start is not None:
+            return source, start
     return None
 
 

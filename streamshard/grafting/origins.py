@@ -132,13 +132,13 @@ class Matching:
 
     def origins(self) -> dict[str, Origin]:
         """Match all tensors of START; differences without a rule are in `needed` then."""
-        found = {
+        origins = {
             name: self._origin(name, shape, is_trained=is_trained)
             for shapes, is_trained in ((self.start.trained, True), (self.start.untrained, False))
             for name, shape in shapes.items()
         }
-        self._find_unused(found)
-        return found
+        self._find_unused(origins)
+        return origins
 
     def _origin(self, name: str, shape: Shape, *, is_trained: bool) -> Origin:
         choice = self.rules.choice(name)
@@ -152,7 +152,7 @@ class Matching:
         if self.source.exact.get(choice.source) != self.start.exact.get(name):
             self.need(NEW, name)
             return Origin(choice.label)
-        state, there = taken
+        state, old_shape = taken
         turned = {(True, MODULE): THAW, (False, MASTER): FREEZE}.get((is_trained, state))
         if turned is not None and turned not in choice.words:
             self.need(turned, name)
@@ -160,7 +160,7 @@ class Matching:
         keeps_states = is_trained and state == MASTER and not is_begun_again
         if keeps_states and choice.source in self.source.bare:
             self.need(FRESH, name)
-        rows = self._rows(choice, name, there, shape)
+        rows = self._rows(choice, name, old_shape, shape)
         of_use = {turned, FRESH if is_trained else None, None if rows is None else ROWS}
         return Origin(
             label=replace(choice, words=choice.words & of_use).label,
@@ -183,21 +183,21 @@ class Matching:
             raise UsageError(message)
         return None
 
-    def _rows(self, choice: Choice, name: str, there: Shape, here: Shape) -> int | None:
+    def _rows(self, choice: Choice, name: str, old: Shape, new: Shape) -> int | None:
         """Return how many leading rows come from SRC; None where the shapes are equal."""
-        if there == here:
+        if old == new:
             return None
         is_adapter = any(part.startswith(_ADAPTER) for part in name.split("."))
         self.has_other_rank |= is_adapter and not choice.words
-        if not here or not there or here[1:] != there[1:] or (is_adapter and not choice.words):
+        if not new or not old or new[1:] != old[1:] or (is_adapter and not choice.words):
             self.need(NEW, name)
         elif ROWS not in choice.words:
             self.need(ROWS, name)
-        return min((*here, 0)[0], (*there, 0)[0])
+        return min((*new, 0)[0], (*old, 0)[0])
 
-    def _find_unused(self, found: Mapping[str, Origin]) -> None:
+    def _find_unused(self, origins: Mapping[str, Origin]) -> None:
         """Find tensors of SRC that START lacks; refuse those that would be used up twice."""
-        uses = Counter(origin.source for origin in found.values() if origin.source is not None)
+        uses = Counter(origin.source for origin in origins.values() if origin.source is not None)
         for name in self.start.shapes:
             choice = self.rules.choice(name)
             if choice.naming == MOVE and uses[choice.source] > 1:
@@ -206,12 +206,12 @@ class Matching:
                 )
                 raise UsageError(f"{message} the other one, or 'copy' in place of 'move'")
         here = {*self.start.shapes, *self.start.unsaved}
-        known = {name for name in here if not self.rules.choice(name).naming}
+        kept_names = {name for name in here if not self.rules.choice(name).naming}
         for name in self.source.shapes:
             is_dropped = self.rules.drops(name)
             if is_dropped and uses[name]:
                 raise UsageError(f"'{name}' is dropped, and START has its values: leave one out")
-            if not (is_dropped or uses[name] or name in known):
+            if not (is_dropped or uses[name] or name in kept_names):
                 self.need(DROP, name)
 
     def _moves(self) -> dict[str, str]:

@@ -40,7 +40,7 @@ class Piece:
 class Pieces(Computed):
     """Pieces of tensors of one dtype, one after the other."""
 
-    both: Source
+    union: Source
     """All tensors that pieces are of."""
     pieces: tuple[Piece, ...]
     starts: NDArray[np.int64]
@@ -50,14 +50,14 @@ class Pieces(Computed):
     dtype: str
 
     @classmethod
-    def of(cls, both: Source, pieces: Sequence[Piece], dtype: str) -> Self:
+    def of(cls, union: Source, pieces: Sequence[Piece], dtype: str) -> Self:
         starts = np.cumsum([0, *(piece.numel for piece in pieces)], dtype=np.int64)
-        return cls(both, tuple(pieces), starts, np.zeros(len(pieces), np.float32), dtype)
+        return cls(union, tuple(pieces), starts, np.zeros(len(pieces), np.float32), dtype)
 
     def find_means(self) -> None:
         """Find what fills the pieces that are filled with means."""
         means: dict[tuple[Leading, ...], np.float32] = {}
-        with closing(SourceAccess(self.both)) as access:
+        with closing(SourceAccess(self.union)) as access:
             for number, piece in enumerate(self.pieces):
                 if piece.mean_of and piece.mean_of not in means:
                     means[piece.mean_of] = self._mean(piece.mean_of, access)
@@ -78,7 +78,7 @@ class Pieces(Computed):
         return np.float32(total / max(1, sum(numel for _, numel in leading)))
 
     def _dtype_of(self, tensor: int) -> str:
-        return self.both.checkpoint.tensors[tensor].dtype
+        return self.union.checkpoint.tensors[tensor].dtype
 
     def fill(self, view: memoryview, offset: int, reader: SourceReader) -> None:
         size, scratch = ITEMSIZE[self.dtype], memoryview(bytearray(SCRATCH_BYTES))
@@ -87,7 +87,7 @@ class Pieces(Computed):
             part, view = view[:nbytes], view[nbytes:]
             if piece.tensor is not None:
                 elements = piece.first + start, piece.first + stop
-                region = self.both.region(piece.tensor, *elements, self.dtype)
+                region = self.union.region(piece.tensor, *elements, self.dtype)
                 RegionFiller(region, reader, scratch).fill(part)
             elif piece.data:
                 part[:] = piece.data[start * size : stop * size]
@@ -100,7 +100,7 @@ class Pieces(Computed):
             piece = self.pieces[number]
             if piece.tensor is not None:
                 elements = piece.first + start, piece.first + stop
-                copies = self.both.region(piece.tensor, *elements).copies
+                copies = self.union.region(piece.tensor, *elements).copies
                 columns = copies.file, copies.source, copies.nbytes
                 yield from zip(*(column.tolist() for column in columns), strict=True)
 

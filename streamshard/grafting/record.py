@@ -99,7 +99,7 @@ def pair_grafted(left: Source, right: Source) -> tuple[Source, Source, Pairing] 
     left, right = (with_part_files(side).source for side in (left, right))
     new, old = left.checkpoint, right.checkpoint
     rules = Rules.of("\n".join(record.rules), is_fresh=record.fresh_states)
-    index, found = old.tensor_index(), Pairing()
+    index, pairing = old.tensor_index(), Pairing()
     parts = list(zip(old.model_parts, new.model_parts, strict=True))
     both = [(Inventory.of(old, saved), Inventory.of(new, made)) for saved, made in parts]
     for (saved, made), origins in zip(parts, origins_of(both, rules), strict=True):
@@ -112,18 +112,18 @@ def pair_grafted(left: Source, right: Source) -> tuple[Source, Source, Pairing] 
             state = origin.state if is_weight else tensor.state
             row = index.get((saved.name, state, origin.source))
             if row is None:
-                found.only(tensor, is_left=True)
+                pairing.only(tensor, is_left=True)
             else:
-                found.pairs.append(_pair(tensor, number, origin, row, old.tensors[row].dtype))
+                pairing.pairs.append(_pair(tensor, number, origin, row, old.tensors[row].dtype))
         for label, names in names_of(origins).items():
             if label != "kept":
                 why = "Not saved by SRC" if label == UNSAVED else f"By the rule '{label}'"
-                found.notes.append(f"{why}: {some_of(names)}.")
-    found.notes.append(
+                pairing.notes.append(f"{why}: {some_of(names)}.")
+    pairing.notes.append(
         "A graft: compared is what it kept, and nothing that its rules changed; settings, "
         "schedulers, counters and other files are not compared."
     )
-    return left, right, found
+    return left, right, pairing
 
 
 def _pair(tensor: LogicalTensor, number: int, origin: Origin, row: int, dtype: str) -> Pair:

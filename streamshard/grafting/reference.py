@@ -146,9 +146,9 @@ class _Completion(Assembly):
             first, second = list(members.values())[:2]
             message = f"'{first}' and '{second}' have different hyper-parameters or steps"
             raise DisagreementError(f"{message}, in {LIKE} they are in one param group")
-        mine = owner[begun[0]]
-        extra = sorted({*mine.params} - {*group.params})
-        if extra and PARAMS in old.hyper_parameters[mine.number]:
+        source = owner[begun[0]]
+        extra = sorted({*source.params} - {*group.params})
+        if extra and PARAMS in old.hyper_parameters[source.number]:
             message = f"'{extra[0]}' and '{group.params[0]}' are in one param group"
             raise DisagreementError(f"{message}, in {LIKE} in two")
         wanted = group.master_dtype
@@ -157,18 +157,18 @@ class _Completion(Assembly):
                 message = f"'{name}' is {dtype}, the master weights of {LIKE} are {wanted}: only a"
                 raise UnsupportedError(f"{message} checkpoint with {wanted} weights continues it")
         settings = new.hyper_parameters[group.number]
-        return mine.number, mine.states and dict(_states(mine.states, group, settings))
+        return source.number, source.states and dict(_states(source.states, group, settings))
 
     def state(self, tensor: LogicalTensor, origin: Origin) -> Sequence[Piece]:
         return [] if tensor.name in self.bare else super().state(tensor, origin)
 
     def training_state(self, parts: Parts, groups: Origins) -> Dicts:
         old, new = parts
-        both = [
+        pairs = [
             (old.hyper_parameters[number] if number is not None else {}, settings)
             for number, settings in zip(groups, new.hyper_parameters, strict=True)
         ]
-        new = new.with_hyper_parameters([self._settings(*pair) for pair in both])
+        new = new.with_hyper_parameters([self._settings(*pair) for pair in pairs])
         return new.model_state, new.optimizer_file
 
     def _settings(self, saved: Mapping[str, Node], like: Mapping[str, Node]) -> Mapping[str, Node]:
@@ -228,29 +228,29 @@ def _states(
     states: Mapping[str, State], group: ParamGroup, settings: Mapping[str, Node]
 ) -> Iterator[tuple[str, State]]:
     """Yield the states in the order and in the form that the reference's optimizer has."""
-    theirs = group.states
-    if theirs is not None:
-        if STEP in theirs and STEP not in states:
+    reference_states = group.states
+    if reference_states is not None:
+        if STEP in reference_states and STEP not in states:
             raise DisagreementError(f"tells no count of steps, which {LIKE} has")
         mine, wanted = {k for k, state in states.items() if state.cut}, group.cut_states.keys()
         if mine != wanted:
             message = f"has the states {show_few(sorted(mine))}, {LIKE}"
             raise DisagreementError(f"{message} {show_few(sorted(wanted))}")
-    for key in dict.fromkeys((*(theirs or ()), STEP, *states)):
+    for key in dict.fromkeys((*(reference_states or ()), STEP, *states)):
         if key in states:
-            yield key, _state(key, states[key], theirs, settings)
+            yield key, _state(key, states[key], reference_states, settings)
 
 
-def _state(key: str, state: State, theirs: States, settings: Mapping[str, Node]) -> State:
+def _state(key: str, state: State, reference_states: States, settings: Mapping[str, Node]) -> State:
     if state.cut:
-        reference = (theirs or {}).get(key, state)
+        reference = (reference_states or {}).get(key, state)
         if reference != state:
             raise UnsupportedError(f"its {key} is {state}, that of {LIKE} is {reference}")
         return state
-    if theirs is not None:
-        if key not in theirs:
+    if reference_states is not None:
+        if key not in reference_states:
             raise DisagreementError(f"has a state {show(key)}, which {LIKE} lacks")
-        is_tensor = theirs[key].is_tensor
+        is_tensor = reference_states[key].is_tensor
     elif OF_TORCH in settings or OF_DEEPSPEED in settings:
         is_tensor = OF_TORCH in settings
     else:

@@ -112,21 +112,21 @@ class Rules:
 
 def _rule(words: Sequence[str]) -> GraftRule:
     text = " ".join(words)
-    word, rest = words[0], list(words[1:])
+    word, arguments = words[0], list(words[1:])
     if word not in _WORDS:
         message = f"'{text}': no rule; there are {', '.join(_WORDS)}, and '{_SCHEDULER_OF_START}'"
         raise UsageError(message)
-    is_warm = rest[:1] == [WARM] and word in _MAY_BE_WARM
-    rest = rest[is_warm:]
+    is_warm = arguments[:1] == [WARM] and word in _MAY_BE_WARM
+    arguments = arguments[is_warm:]
     if word not in _NAMING:
-        if len(rest) != 1:
+        if len(arguments) != 1:
             raise UsageError(f"'{text}': give one pattern of names, such as '{word} layers.*'")
-        return GraftRule(text, word, Pattern(rest[0]), is_warm=is_warm)
+        return GraftRule(text, word, Pattern(arguments[0]), is_warm=is_warm)
     arrow = _NAMING[word]
-    if len(rest) != 3 or rest[1] != arrow:
+    if len(arguments) != 3 or arguments[1] != arrow:
         forms = {COPY: "copy NEW <- OLD", MOVE: "move OLD -> NEW"}
         raise UsageError(f"'{text}': write it as '{forms[word]}'")
-    first, last = Pattern(rest[0]), Pattern(rest[2])
+    first, last = Pattern(arguments[0]), Pattern(arguments[2])
     pattern, source = (first, last) if word == COPY else (last, first)
     pattern.require_like(source)
     return GraftRule(text, word, pattern, source)

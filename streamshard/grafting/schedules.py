@@ -242,15 +242,15 @@ def scheduler_files(source: Source, start: Source) -> dict[str, States]:
     An engine saves no such file. If START lacks it, its state is SRC's, with the rates that START's
     param groups begin with.
     """
-    found = {}
+    states = {}
     for file in source.checkpoint.files:
         if _FILE.fullmatch(PurePosixPath(file.path).name):
             state = tree_in(source, file.path)
-            own = tree_in(start, file.path)
-            if own is None:
-                own = starting_state(state, start.checkpoint.model_parts[0].hyper_parameters)
-            found[file.path] = state, own
-    return found
+            new_state = tree_in(start, file.path)
+            if new_state is None:
+                new_state = starting_state(state, start.checkpoint.model_parts[0].hyper_parameters)
+            states[file.path] = state, new_state
+    return states
 
 
 def tree_in(source: Source, path: str) -> Node | None:
