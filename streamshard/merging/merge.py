@@ -75,16 +75,16 @@ def _plan(options: MergeOptions) -> TransferPlan:
         sources, notes = _last_whole(str(sources[0]), options.last)
     weights = coefficients(form, len(sources))
     chosen = options.replaced(source=[*map(str, sources)], weights=form, last=None)
-    found: list[Merging] = []
+    mergings: list[Merging] = []
 
     def open_all() -> Source:
-        found.append(_opened(chosen, weights))
-        return found[0].source()
+        mergings.append(_opened(chosen, weights))
+        return mergings[0].source()
 
     def prepare(source: Source) -> Output:
         output = writes(chosen, source)
-        shown = notes if len(sources) > 1 or options.last else [*notes, _alone(found[0])]
-        return _as_merged(output, found[0], chosen, shown)
+        shown = notes if len(sources) > 1 or options.last else [*notes, _alone(mergings[0])]
+        return _as_merged(output, mergings[0], chosen, shown)
 
     return plan_opened(chosen, open_all, prepare)
 
@@ -121,14 +121,14 @@ def _alone(merging: Merging) -> str:
 def _newest(sources: Sequence[Source], form: str) -> int:
     """Return which source has the highest step, or is given last."""
     steps = [source.checkpoint.model_parts[0].model_state.get("global_steps") for source in sources]
-    known = [step for step in steps if isinstance(step, int)]
-    if len(known) < len(steps):
+    counts = [step for step in steps if isinstance(step, int)]
+    if len(counts) < len(steps):
         return len(steps) - 1
-    if _depends_on_order(form) and known != sorted(known):
-        listed = ", ".join(f"{step:,}" for step in known)
+    if _depends_on_order(form) and counts != sorted(counts):
+        listed = ", ".join(f"{step:,}" for step in counts)
         message = f"{Option('weights', form)}: depends on age, and the steps are {listed}; give"
         raise UsageError(f"{message} the oldest first")
-    return max(range(len(known)), key=lambda number: (known[number], number))
+    return max(range(len(counts)), key=lambda number: (counts[number], number))
 
 
 def _require_linear(source: Source, weights: Sequence[float]) -> None:
@@ -169,14 +169,14 @@ def _native(options: MergeOptions, source: Source) -> Output:
     _require_no_other_copies(source)
     file = options.ds_config_file
     wanted = given_config.read_file(as_path(file)) if file else None
-    given = RepartitionOptions(
+    repartition_options = RepartitionOptions(
         source.path,
         options.target,
         world_size=options.world_size or source.checkpoint.ranks,
         zero_stage=options.zero_stage,
         ds_config_file=file,
     )
-    return repartition.prepare(None, given, wanted, source)
+    return repartition.prepare(None, repartition_options, wanted, source)
 
 
 def _store(options: MergeOptions, source: Source) -> Output:
@@ -189,12 +189,12 @@ def _store(options: MergeOptions, source: Source) -> Output:
 
 def _weights(options: MergeOptions, source: Source) -> Output:
     form, dtype = str(options.format), options.dtype
-    given = ExportOptions(source.path, options.target, format=form, dtype=dtype)
-    export.require_directory(given)
+    export_options = ExportOptions(source.path, options.target, format=form, dtype=dtype)
+    export.require_directory(export_options)
     if options.states != "newest" and form in ("safetensors", "torch"):
         message = f"{Option('states', options.states)}: weights alone have no optimizer states"
         raise UsageError(f"{message}; leave it out")
-    return export.prepare(given, source)
+    return export.prepare(export_options, source)
 
 
 _OPTIONS_OF = {
@@ -252,15 +252,15 @@ def _last_whole(directory: str, count: int) -> tuple[list[str], list[str]]:
     assessment = RunAssessment(directory, Limits(0, None, None), Silent(), is_quick=True)
     chosen, passed_over = dict[int, str](), list[str]()
     # A store of a tag that is there too is no other checkpoint.
-    for one in sorted(assessment.order(), key=_newest_first):
+    for candidate in sorted(assessment.order(), key=_newest_first):
         if len(chosen) == count:
             break
-        if one.step is not None and one.step not in chosen:
-            found = assessment.assess(one)
-            if found.is_good:
-                chosen[one.step] = found.path
+        if candidate.step is not None and candidate.step not in chosen:
+            checkpoint = assessment.assess(candidate)
+            if checkpoint.is_good:
+                chosen[candidate.step] = checkpoint.path
             else:
-                passed_over.append(f"Passed over {found.path}: {found.reason}.")
+                passed_over.append(f"Passed over {checkpoint.path}: {checkpoint.reason}.")
     if len(chosen) < count:
         known = f"it holds {counted(len(chosen), 'whole checkpoint')} with a known step"
         advice = f"; write {Option('last', len(chosen))}" if len(chosen) > 1 else ""
@@ -343,23 +343,23 @@ def coefficients(form: str, count: int) -> list[float]:
 
 def _listed(form: str, count: int) -> list[float]:
     words, option = form.split(","), Option("weights", form)
-    found = _numbers(form, words)
-    if len(found) != count:
-        both = f"{counted(len(found), 'weight')}, and {counted(count, 'checkpoint')}"
+    weights = _numbers(form, words)
+    if len(weights) != count:
+        both = f"{counted(len(weights), 'weight')}, and {counted(count, 'checkpoint')}"
         raise UsageError(f"{option}: {both}; give one for each of them")
-    total = math.fsum(found)
+    total = math.fsum(weights)
     if abs(total - 1) > _TOLERANCE:
         raise UsageError(
             f"{option}: their sum is {total:.12g}, not 1; give weights that add up to 1"
         )
-    return found
+    return weights
 
 
 def _numbers(form: str, words: Sequence[str]) -> list[float]:
     try:
-        found = [float(word) for word in words]
+        numbers = [float(word) for word in words]
     except ValueError:
-        found = [math.nan]
-    if not all(map(math.isfinite, found)):
+        numbers = [math.nan]
+    if not all(map(math.isfinite, numbers)):
         raise UsageError(f"{Option('weights', form)}: choose one of {_FORMS}")
-    return found
+    return numbers

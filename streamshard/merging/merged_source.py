@@ -51,45 +51,45 @@ class Merging:
         return self.sources[self.newest]
 
     def source(self) -> Source:
-        base, others = self.base, [one for one in self.sources if one is not self.base]
+        base, older_sources = self.base, [one for one in self.sources if one is not self.base]
         self._require_alike()
-        made = replace(base, files=tuple(f for one in (base, *others) for f in one.files))
+        source = replace(base, files=tuple(f for one in (base, *older_sources) for f in one.files))
         for dtype, members in self._groups:
-            made = self._relocated(made, members, dtype, members)
+            source = self._relocated(source, members, dtype, members)
             for copied, pairs in self._copies(members).items():
                 masters, weights = zip(*pairs, strict=True)
-                made = self._relocated(made, weights, copied, masters)
+                source = self._relocated(source, weights, copied, masters)
         decoding = len(self.sources) * max(one.codec_bytes for one in self.sources)
         return replace(
-            made,
-            checkpoint=_noted(made.checkpoint, self._note()),
-            codec_bytes=SUMMING_BYTES + len(others) * _BLOCK_BYTES + decoding,
+            source,
+            checkpoint=_noted(source.checkpoint, self._note()),
+            codec_bytes=SUMMING_BYTES + len(older_sources) * _BLOCK_BYTES + decoding,
         )
 
     def kept_differ(self, memory: MemoryPlan, progress: Progress) -> list[str]:
         """Compare what is not averaged, and describe the differences."""
-        found, base = [], self.base
+        notes, base = [], self.base
         if self.copies:
             same = compare(base, base, self.copies, memory, progress, phase=COMPARING)
             for difference in same.require_read().differences:
                 message = f"{difference.message}: the file of a layer is no copy of its module, so"
                 raise DisagreementError(f"{message} what it holds is unknown", path=base.place)
-        for one, index in zip(self.sources, self._indices, strict=True):
-            pairs = [] if one is base else list(self._kept_pairs(one, index))
+        for source, index in zip(self.sources, self._indices, strict=True):
+            pairs = [] if source is base else list(self._kept_pairs(source, index))
             if not pairs:
                 continue
-            compared = compare(base, one, pairs, memory, progress, phase=COMPARING).require_read()
-            if names := [difference.name for difference in compared.differences]:
-                self._require_not_quantized(one, [p.tensor for p in pairs if p.name in names])
-                found.append(
-                    f"{one.place} has other values of {some_of(names, _MOST_NAMED)}: buffers "
+            outcome = compare(base, source, pairs, memory, progress, phase=COMPARING).require_read()
+            if names := [difference.name for difference in outcome.differences]:
+                self._require_not_quantized(source, [p.tensor for p in pairs if p.name in names])
+                notes.append(
+                    f"{source.place} has other values of {some_of(names, _MOST_NAMED)}: buffers "
                     f"and frozen weights are not averaged, and are those of {base.place}. "
                     "Statistics of activations, as BatchNorm keeps, have to be computed again."
                 )
-        return found
+        return notes
 
     def _require_not_quantized(
-        self, one: Source, differing: Sequence[LogicalTensor | None]
+        self, source: Source, differing: Sequence[LogicalTensor | None]
     ) -> None:
         """Refuse models with tables of integers of their own, which their scales belong to."""
         if any(self._tensor(row).state == MASTER for row in self.averaged):
@@ -98,7 +98,7 @@ class Merging:
             if tensor is not None and len(tensor.shape) > 1 and tensor.dtype != "bool":
                 message = f"has other values of '{tensor.name}', of {tensor.dtype}: quantized"
                 message = f"{message} weights have no mean. Merge the checkpoints that they were"
-                raise UnsupportedError(f"{message} made from, and quantize that", path=one.place)
+                raise UnsupportedError(f"{message} made from, and quantize that", path=source.place)
 
     @cached_property
     def averaged(self) -> Sequence[int]:
@@ -132,28 +132,28 @@ class Merging:
     @cached_property
     def _groups(self) -> Sequence[tuple[str, Sequence[int]]]:
         """Return the tensors to average, those of the same dtypes in all checkpoints together."""
-        found: dict[tuple[str, ...], list[int]] = {}
+        groups: dict[tuple[str, ...], list[int]] = {}
         for row in self.averaged:
             both = zip(self.sources, self._rows, strict=True)
             dtypes = (one.checkpoint.tensors[rows[row]].dtype for one, rows in both)
-            found.setdefault((self._tensor(row).dtype, *dtypes), []).append(row)
-        return [(key[0], rows) for key, rows in found.items()]
+            groups.setdefault((self._tensor(row).dtype, *dtypes), []).append(row)
+        return [(key[0], rows) for key, rows in groups.items()]
 
     def _tensor(self, row: int) -> LogicalTensor:
         return self.base.checkpoint.tensors[row]
 
     def _copies(self, members: Sequence[int]) -> Mapping[str, Sequence[tuple[int, int]]]:
         """Return the module's copies of some master weights, by dtype, each after its original."""
-        index, found = self.base.checkpoint.tensor_index(), dict[str, list[tuple[int, int]]]()
+        index, copies = self.base.checkpoint.tensor_index(), dict[str, list[tuple[int, int]]]()
         for row in members:
             master = self._tensor(row)
             copy = index.get((master.model_part, MODULE, master.name))
             if master.state == MASTER and copy is not None:
-                found.setdefault(self._tensor(copy).dtype, []).append((row, copy))
-        return found
+                copies.setdefault(self._tensor(copy).dtype, []).append((row, copy))
+        return copies
 
     def _relocated(
-        self, made: Source, rows: Sequence[int], dtype: str, originals: Sequence[int]
+        self, source: Source, rows: Sequence[int], dtype: str, originals: Sequence[int]
     ) -> Source:
         """Let tensors lie where the means of others are computed, as a dtype."""
         starts = np.cumsum([0, *(self._tensor(row).numel for row in originals)])
@@ -165,7 +165,7 @@ class Merging:
             dtype=dtype,
             firsts=tuple(sorted(self._firsts)),
         )
-        return made.compute(rows, mean)
+        return source.compute(rows, mean)
 
     def _summand(self, number: int, originals: Sequence[int]) -> Summand:
         source, rows = self.sources[number], self._rows[number]
@@ -175,16 +175,16 @@ class Merging:
         cutting = source.cutting.in_files(numbers).take(own)
         return Summand(source.place, self.weights[number], dtype, cutting)
 
-    def _kept_pairs(self, other: Source, index: Mapping[_Key, int]) -> Iterator[Pair]:
+    def _kept_pairs(self, source: Source, index: Mapping[_Key, int]) -> Iterator[Pair]:
         """Pair the tensors of the module that are not averaged with those of another checkpoint."""
         made = {*self.averaged, *(c for _, rows in self._groups for c in self._copied(rows))}
         for key, row in self._indices[self.newest].items():
-            tensor, same = self._tensor(row), index.get(key)
-            if tensor.state != MODULE or row in made or same is None:
+            tensor, source_row = self._tensor(row), index.get(key)
+            if tensor.state != MODULE or row in made or source_row is None:
                 continue
-            theirs = other.checkpoint.tensors[same]
-            if (theirs.dtype, theirs.shape) == (tensor.dtype, tensor.shape):
-                left, right = (SideElements(number, tensor.dtype) for number in (row, same))
+            counterpart = source.checkpoint.tensors[source_row]
+            if (counterpart.dtype, counterpart.shape) == (tensor.dtype, tensor.shape):
+                left, right = (SideElements(number, tensor.dtype) for number in (row, source_row))
                 size, name = ITEMSIZE[tensor.dtype], f"'{tensor.name}'"
                 yield Pair(name, left, right, tensor.numel, tensor.dtype, size, tensor)
 
@@ -194,7 +194,7 @@ class Merging:
 
     def _require_alike(self) -> None:
         """Refuse checkpoints whose tensors do not match, by names and shapes."""
-        base, own = self.base, self._indices[self.newest]
+        base, base_index = self.base, self._indices[self.newest]
         parts, averaged = len(base.checkpoint.model_parts), set(self.averaged)
         has_masters = any(self._tensor(row).state == MASTER for row in averaged)
         weights = MASTER if has_masters else MODULE
@@ -202,30 +202,30 @@ class Merging:
             if self._tensor(row).dtype not in _FLOATS:
                 message = f"'{self._tensor(row).name}' is of {self._tensor(row).dtype}, which has"
                 raise UnsupportedError(f"{message} no mean", path=base.place)
-        wanted = {key: row for key, row in own.items() if row in averaged}
+        wanted = {key: row for key, row in base_index.items() if row in averaged}
         for one, index in zip(self.sources, self._indices, strict=True):
-            here, there = one.place, base.place
+            place, newest = one.place, base.place
             if len(one.checkpoint.model_parts) != parts:
                 message = f"{len(one.checkpoint.model_parts)} tensor or pipeline parallel parts, "
-                message = f"{message}{there} has {parts}: take one of them to the degrees of the"
+                message = f"{message}{newest} has {parts}: take one of them to the degrees of the"
                 raise DisagreementError(
-                    f"{message} other with 'streamshard repartition'", path=here
+                    f"{message} other with 'streamshard repartition'", path=place
                 )
             if lacks := [key for key in wanted if key not in index]:
-                message = f"lacks {_listed(lacks)}, which {there} has"
-                raise DisagreementError(message, path=here)
-            held = [key for key in index if key[1] in (weights, MASTER) and key not in own]
+                message = f"lacks {_listed(lacks)}, which {newest} has"
+                raise DisagreementError(message, path=place)
+            held = [key for key in index if key[1] in (weights, MASTER) and key not in base_index]
             if held:
-                message = f"has {_listed(held)}, which {there} lacks"
-                raise DisagreementError(message, path=here)
+                message = f"has {_listed(held)}, which {newest} lacks"
+                raise DisagreementError(message, path=place)
             for key, row in wanted.items():
-                mine, theirs = self._tensor(row), one.checkpoint.tensors[index[key]]
-                if not _is_alike(mine, theirs, base.checkpoint, one.checkpoint):
-                    message = f"{_listed([key])} is {list(theirs.shape)}, in {there}"
-                    raise DisagreementError(f"{message} {list(mine.shape)}", path=here)
-                if theirs.dtype not in _FLOATS:
-                    message = f"{_listed([key])} is of {theirs.dtype}, which has no mean"
-                    raise UnsupportedError(message, path=here)
+                tensor, counterpart = self._tensor(row), one.checkpoint.tensors[index[key]]
+                if not _is_alike(tensor, counterpart, base.checkpoint, one.checkpoint):
+                    message = f"{_listed([key])} is {list(counterpart.shape)}, in {newest}"
+                    raise DisagreementError(f"{message} {list(tensor.shape)}", path=place)
+                if counterpart.dtype not in _FLOATS:
+                    message = f"{_listed([key])} is of {counterpart.dtype}, which has no mean"
+                    raise UnsupportedError(message, path=place)
 
     def _note(self) -> str:
         named = [one.checkpoint.tag for one in self.sources]
@@ -244,15 +244,15 @@ class Merging:
 def without_weight_files(source: Source) -> Source:
     """Leave out the files next to the shards that hold weights, as HF Trainer saves them."""
     checkpoint = source.checkpoint
-    found = {
+    weight_files = {
         row: tensor.name
         for row, tensor in enumerate(checkpoint.tensors)
         if tensor.state == FILE and pretrained.holds_weights(PurePosixPath(tensor.name).name)
     }
-    if not found:
+    if not weight_files:
         return source
-    named = some_of(sorted(found.values()), _MOST_NAMED)
-    less = narrowed(source, found.keys())
+    named = some_of(sorted(weight_files.values()), _MOST_NAMED)
+    less = narrowed(source, weight_files.keys())
     note = f"Left out, as they hold weights of {checkpoint.tag} alone: {named}."
     return replace(less, checkpoint=_noted(less.checkpoint, note))
 

@@ -89,12 +89,12 @@ class WeightedMean(Computed):
         sums, products = np.empty((2, _STEP_NUMEL), dtype=np.float64)
         for start in range(0, numel, _STEP_NUMEL):
             count = min(_STEP_NUMEL, numel - start)
-            for number, (one, filler) in enumerate(zip(self.summands, fillers, strict=True)):
-                held = read.view(one.read_dtype)[:count]
-                filler.fill(held.view(np.uint8).data)
+            for number, (summand, filler) in enumerate(zip(self.summands, fillers, strict=True)):
+                elements = read.view(summand.read_dtype)[:count]
+                filler.fill(elements.view(np.uint8).data)
                 product = (products if number else sums)[:count]
                 with np.errstate(all="ignore"):  # what is no number is refused below
-                    np.multiply(held, one.weight, out=product, dtype=np.float64)
+                    np.multiply(elements, summand.weight, out=product, dtype=np.float64)
                     if number:
                         np.add(sums[:count], product, out=sums[:count])
             into, total = view[start * size : (start + count) * size], sums[:count]
@@ -137,13 +137,13 @@ class WeightedMean(Computed):
     def _refusal(self, element: int, reader: SourceReader) -> IntegrityError:
         row = int(np.searchsorted(self.starts, element, side="right")) - 1
         where = f"{self.names[row]}, element {element - int(self.starts[row]):,}"
-        for one, region in zip(self.summands, self._regions(element, 1), strict=True):
-            held = np.empty(1, dtype=one.read_dtype)
+        for summand, region in zip(self.summands, self._regions(element, 1), strict=True):
+            buffer = np.empty(1, dtype=summand.read_dtype)
             scratch = memoryview(bytearray(64))
             filler = RegionFiller(region, reader, scratch, ReadAhead((), reader))
-            filler.fill(held.view(np.uint8).data)
-            if not np.isfinite(held[0]):
-                message = f"{where}: is {held[0]}, and no mean is made of that. Leave this"
-                return IntegrityError(f"{message} checkpoint out", path=one.path)
+            filler.fill(buffer.view(np.uint8).data)
+            if not np.isfinite(buffer[0]):
+                message = f"{where}: is {buffer[0]}, and no mean is made of that. Leave this"
+                return IntegrityError(f"{message} checkpoint out", path=summand.path)
         message = f"{where}: the sum with these weights is too large for {self.dtype}"
         return IntegrityError(message, path=self.summands[-1].path)
