@@ -116,42 +116,42 @@ class RunAssessment:
         with listings_kept(), source_errors(self._root):
             require_there(self._root)
             listed = find_candidates(self._root)
-            found = [name for name in listed if name.isprintable()]
+            candidates = [name for name in listed if name.isprintable()]
             hidden = (self._root / name for name in listed if not name.isprintable())
             self.notes += [f"{path}: {names.NO_TAG}" for path in hidden]
-            found += self._deeper(found)
-            latest = self._latest(found)
-            steps = self._steps(found)
+            candidates += self._deeper(candidates)
+            latest = self._latest(candidates)
+            steps = self._steps(candidates)
             last = -1 if latest is None else _number(steps[latest])
             later = {
                 name
-                for name in found
+                for name in candidates
                 if latest is not None and _number(steps[name]) > last and self._is_tag(name)
             }
-        found.sort(
+        candidates.sort(
             key=lambda n: (_number(steps[n]), n == latest, _number(step_of_path(n)), n),
             reverse=True,
         )
         why = f"its step is above that of {latest}, which 'latest' names, so its save did not end"
-        for name in found:
+        for name in candidates:
             reason = f"{why}, or another run left it" if name in later else ""
             path = f"{self._given.rstrip('/')}/{name}"
             self._names[AssessedCheckpoint(path, steps[name], reason=reason)] = name
-        self._before = dict(pairwise(found))
+        self._before = dict(pairwise(candidates))
         return [*self._names]
 
-    def _deeper(self, found: Sequence[str]) -> list[str]:
+    def _deeper(self, candidates: Sequence[str]) -> list[str]:
         """List the tags around the one that `latest` names, if that lies deeper than others can."""
         with suppress(SourceError):  # reported where it is read for what it says
             name = names.latest_of(self._root) or ""
             place = self._root / name
-            if names.is_tag(name) and name not in found and is_directory(place):
+            if names.is_tag(name) and name not in candidates and is_directory(place):
                 beside = [p for p in paths_in(place.parent) if is_directory(p) and has_shards(p)]
                 listed = [path.relative_to(self._root).as_posix() for path in beside]
-                return [path for path in listed if path not in found]
+                return [path for path in listed if path not in candidates]
         return []
 
-    def _latest(self, found: Sequence[str]) -> str | None:
+    def _latest(self, candidates: Sequence[str]) -> str | None:
         try:
             name = names.latest_of(self._root)
         except SourceError as error:
@@ -160,17 +160,17 @@ class RunAssessment:
         if name is None and lexists(self._root / names.LATEST):
             message = "not a file that can be read, so the steps tell which is newest"
             self.notes.append(f"{self._root / names.LATEST}: {message}")
-        if name is None or name in found:
+        if name is None or name in candidates:
             self._depth = 0 if name is None else name.count("/")
             return name
         what = f"names {show(name)}, where no checkpoint is" if name else "is empty"
         self.notes.append(f"{self._root / names.LATEST}: {what}, so the steps tell which is newest")
         return None
 
-    def _steps(self, found: Sequence[str]) -> dict[str, int | None]:
-        by_name = {name: step_of_path(name) for name in found}
+    def _steps(self, candidates: Sequence[str]) -> dict[str, int | None]:
+        by_name = {name: step_of_path(name) for name in candidates}
         # The numbers of `epoch_1/step_9` and `epoch_2/step_3` do not say which one is newer.
-        parts = [without_suffix(name).rpartition("/") for name in found]
+        parts = [without_suffix(name).rpartition("/") for name in candidates]
         forms = {(around, re.sub(r"\d+", "N", name)) for around, _, name in parts}
         if len(forms) <= 1 and None not in by_name.values():
             return by_name
@@ -192,23 +192,23 @@ class RunAssessment:
         inside = [self._root / name, *(self._root / name).parents[: self._depth]]
         return has_shards(inside[0]) and not any(is_file(p / names.LATEST) for p in inside)
 
-    def assess(self, one: AssessedCheckpoint) -> AssessedCheckpoint:
+    def assess(self, checkpoint: AssessedCheckpoint) -> AssessedCheckpoint:
         """Look at a checkpoint: at its headers, then at its numbers, then at its checksums."""
-        if one.reason:
-            return one
-        place = self._root / self._names[one]
+        if checkpoint.reason:
+            return checkpoint
+        place = self._root / self._names[checkpoint]
         try:
-            return self._assessed(one, place)
+            return self._assessed(checkpoint, place)
         except StreamshardError as error:
             release_frames(error)
-            return replace(one, is_whole=False, reason=_short(str(error), place))
+            return replace(checkpoint, is_whole=False, reason=_short(str(error), place))
         except OSError as error:
             reason = f"{error.filename or place}: cannot be read ({error.strerror})"
-            return replace(one, is_whole=False, reason=reason)
+            return replace(checkpoint, is_whole=False, reason=reason)
 
-    def _assessed(self, one: AssessedCheckpoint, place: Path) -> AssessedCheckpoint:
+    def _assessed(self, checkpoint: AssessedCheckpoint, place: Path) -> AssessedCheckpoint:
         opened = open_source(place)
-        name = self._names[one]
+        name = self._names[checkpoint]
         is_inner = opened.kind.is_tag and "/" in name and opened.path != place
         if is_inner and not self._is_tag(name):
             require_named(place.parent)
@@ -218,14 +218,14 @@ class RunAssessment:
         skipped = self._skipped(opened, name)
         if self._is_quick:
             warnings = *suspicions(opened.checkpoint, {}), *skipped
-            return replace(one, is_whole=True, warnings=warnings)
-        found = self._assessor.find(opened, Request(place))
-        for problem in found.problems[:1]:
-            bad = replace(one, reason=_short(problem.message, place))
+            return replace(checkpoint, is_whole=True, warnings=warnings)
+        findings = self._assessor.find(opened, Request(place))
+        for problem in findings.problems[:1]:
+            bad = replace(checkpoint, reason=_short(problem.message, place))
             is_read = problem.kind == UNHEALTHY
             return replace(bad, is_healthy=False) if is_read else replace(bad, is_whole=False)
-        warnings = *suspicions(opened.checkpoint, found.health), *skipped
-        return replace(one, is_whole=True, is_healthy=True, warnings=warnings)
+        warnings = *suspicions(opened.checkpoint, findings.health), *skipped
+        return replace(checkpoint, is_whole=True, is_healthy=True, warnings=warnings)
 
     def _skipped(self, opened: Source, name: str) -> list[str]:
         """Say whether the job took no step since the checkpoint before."""

@@ -111,14 +111,14 @@ class Pairing:
 
 
 def open_alike(
-    first: Request, second: Request, one: Source, other: Source
+    first: Request, second: Request, left: Source, right: Source
 ) -> tuple[Source, Source]:
     """Open the second one again by what FSDP1 wrapped in the first, if states need that."""
-    is_unread = any(note.kind is NoteKind.UNREAD for note in other.checkpoint.notes)
-    if first.facts.wrapped and one.kind == other.kind and is_unread:
+    is_unread = any(note.kind is NoteKind.UNREAD for note in right.checkpoint.notes)
+    if first.facts.wrapped and left.kind == right.kind and is_unread:
         facts = replace(second.facts, wrapped=first.facts.wrapped)
-        return one, replace(second, facts=facts).open()
-    return one, other
+        return left, replace(second, facts=facts).open()
+    return left, right
 
 
 K = TypeVar("K", bound=PairReader)
@@ -253,11 +253,11 @@ class Runs:
         stop = np.array([part.stop for part in run], dtype=np.int64)
         ends = np.cumsum(stop - start) * target
         segments = Segments(tensor, start + shift, stop + shift, ends - (stop - start) * target)
-        found = side.cutting.locate(segments, target_itemsize=target)
+        copies = side.cutting.locate(segments, target_itemsize=target)
         ratio = first.itemsize // target
         return Region(
             content_bytes=int(ends[-1]),
-            copies=coalesce(found, itemsize=source, target_itemsize=target),
+            copies=coalesce(copies, itemsize=source, target_itemsize=target),
             source_itemsize=source * ratio,
             target_itemsize=target * ratio,
             cast=comparing_cast(elements[0].dtype, first.dtype),

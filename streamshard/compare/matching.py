@@ -38,38 +38,38 @@ def pair_up(
     `by_value`: whether the values of floats of different dtypes are compared too, in the dtype that
     holds the values of both sides. The different dtypes are reported in any case.
     """
-    found = Pairing(by_value=by_value)
+    pairing = Pairing(by_value=by_value)
     one, other = left.checkpoint, right.checkpoint
     if len(one.model_parts) != len(other.model_parts):
         message = (
             f"{len(one.model_parts)} and {len(other.model_parts)} tensor or pipeline parallel parts"
         )
-        found.differ("value", "the model", message)
-        return found
+        pairing.differ("value", "the model", message)
+        return pairing
     if one.foreign or other.foreign:
-        _pair_foreign(one, other, found)
+        _pair_foreign(one, other, pairing)
     else:
-        _pair_training(one, other, found, converted=converted)
-    _note_settings(one, other, found)
-    _differ_in_unread(left, right, found)
+        _pair_training(one, other, pairing, converted=converted)
+    _note_settings(one, other, pairing)
+    _differ_in_unread(left, right, pairing)
     for side in (left, right):
         checkpoint = side.checkpoint
         said = [note.text for note in checkpoint.notes if note.kind in _TOLD]
-        found.notes += [f"{side.path}: {text}" for text in (*checkpoint.unread, *said)]
+        pairing.notes += [f"{side.path}: {text}" for text in (*checkpoint.unread, *said)]
     if one.uncut or other.uncut:
         are_kept = not (one.foreign or other.foreign)
         how = "compared as each rank has them" if are_kept else "not compared"
-        found.notes.append(f"States that cannot be cut for other ranks were {how}.")
-    return found
+        pairing.notes.append(f"States that cannot be cut for other ranks were {how}.")
+    return pairing
 
 
-def _differ_in_unread(left: Source, right: Source, found: Pairing) -> None:
+def _differ_in_unread(left: Source, right: Source, pairing: Pairing) -> None:
     """Tell apart from equal ones two optimizers of which one could not be read."""
     for side, other in ((left, right), (right, left)):
         unread = [note for note in side.checkpoint.notes if note.kind is NoteKind.UNREAD]
         if unread and _has_optimizer(other.checkpoint):
             message = f"not compared, as that of {side.path} is not read"
-            found.differ("unread", "the optimizer's state", message)
+            pairing.differ("unread", "the optimizer's state", message)
 
 
 def _has_optimizer(checkpoint: Checkpoint) -> bool:
@@ -79,67 +79,67 @@ def _has_optimizer(checkpoint: Checkpoint) -> bool:
     return has_any and checkpoint.dropped is None
 
 
-def _pair_training(one: Checkpoint, other: Checkpoint, found: Pairing, *, converted: bool) -> None:
-    _pair_states(one, other, found)
-    for model_part, counterpart in zip(one.model_parts, other.model_parts, strict=True):
-        if one.is_dumps or other.is_dumps:
+def _pair_training(left: Checkpoint, right: Checkpoint, found: Pairing, *, converted: bool) -> None:
+    _pair_states(left, right, found)
+    for model_part, counterpart in zip(left.model_parts, right.model_parts, strict=True):
+        if left.is_dumps or right.is_dumps:
             break
-        _pair_modules((one, model_part), (other, counterpart), found, converted=converted)
-    for place in training_state.compare(one, other):
+        _pair_modules((left, model_part), (right, counterpart), found, converted=converted)
+    for place in training_state.compare(left, right):
         if isinstance(place, BlobPair):
             _pair_blobs(place, found)
         else:
             found.differ("value", place.name, place.message)
-    if one.is_dumps != other.is_dumps:
+    if left.is_dumps != right.is_dumps:
         found.notes.append("One side is raw dumps: only the optimizer's state was compared.")
-    if not (one.is_dumps or other.is_dumps):
-        _pair_files(one, other, found)
+    if not (left.is_dumps or right.is_dumps):
+        _pair_files(left, right, found)
 
 
-def _pair_foreign(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
+def _pair_foreign(left: Checkpoint, right: Checkpoint, pairing: Pairing) -> None:
     """Match two checkpoints of which one is not of DeepSpeed: what both of them hold."""
-    what = one.foreign or other.foreign
-    (model_part,), (counterpart,) = one.model_parts, other.model_parts
-    are_numbered = one.foreign == other.foreign and all(any(_own_states(c)) for c in (one, other))
+    what = left.foreign or right.foreign
+    (model_part,), (counterpart,) = left.model_parts, right.model_parts
+    are_numbered = left.foreign == right.foreign and all(any(_own_states(c)) for c in (left, right))
     if are_numbered or (model_part.groups and counterpart.groups):
-        _pair_states(one, other, found)
+        _pair_states(left, right, pairing)
         for place in training_state.compare_shared(model_part, counterpart):
-            found.differ("value", place.name, place.message)
-        found.notes.append(
+            pairing.differ("value", place.name, place.message)
+        pairing.notes.append(
             f"One side is {what}: compared are tensors, and of the optimizer the steps and the "
             "hyper-parameters that both sides have."
         )
     else:
-        parts = (one, model_part), (other, counterpart)
+        parts = (left, model_part), (right, counterpart)
         without = [c.foreign for c, part in parts if c.foreign and not part.groups]
         what = next(iter(without), what)
-        found.notes.append(
+        pairing.notes.append(
             f"One side is {what}, without an optimizer: only weights and buffers were compared."
         )
-    if not (one.is_dumps or other.is_dumps):
-        _pair_modules((one, model_part), (other, counterpart), found, converted=False)
+    if not (left.is_dumps or right.is_dumps):
+        _pair_modules((left, model_part), (right, counterpart), pairing, converted=False)
 
 
-def _pair_states(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
-    mine, theirs = (dict(_own_states(checkpoint)) for checkpoint in (one, other))
+def _pair_states(left: Checkpoint, right: Checkpoint, pairing: Pairing) -> None:
+    left_states, right_states = (dict(_own_states(checkpoint)) for checkpoint in (left, right))
     # Dumps, and BF16_Optimizer without a stage, record sizes but no shapes.
-    flat_ok = any(c.is_dumps or c.layout.bf16_optimizer for c in (one, other))
-    for key in {**mine, **theirs}:
-        if key not in mine or key not in theirs:
-            tensor = (mine.get(key) or theirs[key])[1]
-            found.only(tensor, is_left=key in mine)
+    flat_ok = any(c.is_dumps or c.layout.bf16_optimizer for c in (left, right))
+    for key in {**left_states, **right_states}:
+        if key not in left_states or key not in right_states:
+            tensor = (left_states.get(key) or right_states[key])[1]
+            pairing.only(tensor, is_left=key in left_states)
             continue
-        (index, tensor), (counterpart_index, counterpart) = mine[key], theirs[key]
+        (index, tensor), (counterpart_index, counterpart) = left_states[key], right_states[key]
         is_flat = (tensor.numel,) in (tensor.shape, counterpart.shape)
         is_alike = flat_ok and is_flat and tensor.numel == counterpart.numel
         if tensor.shape == counterpart.shape or is_alike:
-            found.add_same(
+            pairing.add_same(
                 tensor,
                 SideElements(index, tensor.dtype),
                 SideElements(counterpart_index, counterpart.dtype),
             )
         else:
-            found.differ_in("shape", tensor, f"{tensor.shape} here, {counterpart.shape} there")
+            pairing.differ_in("shape", tensor, f"{tensor.shape} here, {counterpart.shape} there")
 
 
 def _own_states(
@@ -165,66 +165,66 @@ class _Weight:
 
 
 def _pair_modules(
-    one: tuple[Checkpoint, ModelPart],
-    other: tuple[Checkpoint, ModelPart],
-    found: Pairing,
+    left_part: tuple[Checkpoint, ModelPart],
+    right_part: tuple[Checkpoint, ModelPart],
+    pairing: Pairing,
     *,
     converted: bool,
 ) -> None:
     """Match the entries of the modules of one model part."""
-    excluded = _without_values(*one) | _without_values(*other)
-    is_foreign = bool(one[0].foreign or other[0].foreign)
-    here, there = dict(_weights(*one)), dict(_weights(*other))
-    for name in {**here, **there}:
-        mine, theirs = here.get(name), there.get(name)
-        weight = mine or there[name]
-        tensor = LogicalTensor(MODULE, name, weight.dtype, weight.shape, one[1].name)
-        if (mine is None or theirs is None) and name in excluded:
-            found.notes.append(
+    excluded = _without_values(*left_part) | _without_values(*right_part)
+    is_foreign = bool(left_part[0].foreign or right_part[0].foreign)
+    left_weights, right_weights = dict(_weights(*left_part)), dict(_weights(*right_part))
+    for name in {**left_weights, **right_weights}:
+        left, right = left_weights.get(name), right_weights.get(name)
+        weight = left or right_weights[name]
+        tensor = LogicalTensor(MODULE, name, weight.dtype, weight.shape, left_part[1].name)
+        if (left is None or right is None) and name in excluded:
+            pairing.notes.append(
                 f"'{name}' was compared with nothing: stage 3 keeps no values of a frozen "
                 "weight that was saved with exclude_frozen_parameters."
             )
-        elif mine is None or theirs is None:
-            found.only(tensor, is_left=mine is not None)
-        elif mine.shape != theirs.shape:
-            found.differ_in("shape", tensor, f"{mine.shape} here, {theirs.shape} there")
+        elif left is None or right is None:
+            pairing.only(tensor, is_left=left is not None)
+        elif left.shape != right.shape:
+            pairing.differ_in("shape", tensor, f"{left.shape} here, {right.shape} there")
         elif is_foreign:
-            _pair_foreign_weights(tensor, mine, theirs, found)
-        elif mine.dtype == theirs.dtype or converted:
-            _pair_weights(tensor, mine, theirs, found)
-        elif mine.is_cast or theirs.is_cast:  # the master weights show how they differ
-            found.differ_in("dtype", tensor, f"{mine.dtype} here, {theirs.dtype} there")
+            _pair_foreign_weights(tensor, left, right, pairing)
+        elif left.dtype == right.dtype or converted:
+            _pair_weights(tensor, left, right, pairing)
+        elif left.is_cast or right.is_cast:  # the master weights show how they differ
+            pairing.differ_in("dtype", tensor, f"{left.dtype} here, {right.dtype} there")
         else:
-            found.add_same(tensor, mine.elements, theirs.elements)
+            pairing.add_same(tensor, left.elements, right.elements)
 
 
 def _pair_foreign_weights(
-    tensor: LogicalTensor, mine: _Weight, theirs: _Weight, found: Pairing
+    tensor: LogicalTensor, left: _Weight, right: _Weight, pairing: Pairing
 ) -> None:
     """Match weights of which one side has no master weights, or not by that name."""
-    if mine.master and theirs.master:
+    if left.master and right.master:
         return  # matched as states
-    sides = [[w.elements, *([w.master] if w.master else [])] for w in (mine, theirs)]
+    sides = [[w.elements, *([w.master] if w.master else [])] for w in (left, right)]
     same = [(a, b) for a in sides[0] for b in sides[1] if a.dtype == b.dtype]
-    found.add_same(tensor, *(same[-1] if same else (sides[0][-1], sides[1][-1])))
+    pairing.add_same(tensor, *(same[-1] if same else (sides[0][-1], sides[1][-1])))
 
 
-def _pair_weights(tensor: LogicalTensor, mine: _Weight, theirs: _Weight, found: Pairing) -> None:
+def _pair_weights(tensor: LogicalTensor, left: _Weight, right: _Weight, pairing: Pairing) -> None:
     """Match the weights of one name, unless both sides keep only the master weights."""
-    dtype, right = mine.dtype, theirs.elements
-    if mine.dtype != theirs.dtype:
-        if mine.is_cast:
+    dtype, elements = left.dtype, right.elements
+    if left.dtype != right.dtype:
+        if left.is_cast:
             return
-        right = theirs.master or right
-    elif mine.is_cast and theirs.is_cast:
+        elements = right.master or elements
+    elif left.is_cast and right.is_cast:
         return
-    for side in (mine.elements, right):
+    for side in (left.elements, elements):
         try:
             cast_between(side.dtype, dtype)
         except UnsupportedError as error:
-            found.differ_in("dtype", tensor, str(error))
+            pairing.differ_in("dtype", tensor, str(error))
             return
-    found.add(tensor, mine.elements, right, dtype)
+    pairing.add(tensor, left.elements, elements, dtype)
 
 
 def _weights(checkpoint: Checkpoint, model_part: ModelPart) -> Iterator[tuple[str, _Weight]]:
@@ -251,47 +251,47 @@ def _without_values(checkpoint: Checkpoint, model_part: ModelPart) -> set[str]:
     }
 
 
-def _pair_blobs(place: BlobPair, found: Pairing) -> None:
+def _pair_blobs(place: BlobPair, pairing: Pairing) -> None:
     """Match one place of the training state; elements that several places share only once."""
     sides = [SideElements(tensor, "uint8", start) for tensor, start in (place.left, place.right)]
     pair = Pair(place.name, sides[0], sides[1], place.nbytes, "uint8", place.itemsize)
     shown = (sides[0], sides[1], pair.nbytes)
-    if shown in found.blobs:
+    if shown in pairing.blobs:
         return
-    found.blobs.add(shown)
-    found.pairs.append(pair)
+    pairing.blobs.add(shown)
+    pairing.pairs.append(pair)
 
 
-def _pair_files(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
+def _pair_files(left: Checkpoint, right: Checkpoint, pairing: Pairing) -> None:
     """Match the sidecars, except files of ranks that only one side has."""
-    mine, theirs = _files(one), _files(other)
-    here = frameworks.resize(
-        one.tag, list(theirs), source_world_size=other.ranks, world_size=one.ranks
+    left_files, right_files = _files(left), _files(right)
+    for_left = frameworks.resize(
+        left.tag, list(right_files), source_world_size=right.ranks, world_size=left.ranks
     )
-    there = frameworks.resize(
-        one.tag, list(mine), source_world_size=one.ranks, world_size=other.ranks
+    for_right = frameworks.resize(
+        left.tag, list(left_files), source_world_size=left.ranks, world_size=right.ranks
     )
     # A file that resharding leaves out does not count as missing; it may still be here, as in a
     # store. A file that resharding makes for a new rank is not the old file of the same name.
-    kept = {path: path for path in mine.keys() - {*here.new_steps, *there.new_steps}}
-    moved = {path: here.paths.get(path) or kept.get(path) for path in theirs}
+    kept = {path: path for path in left_files.keys() - {*for_left.new_steps, *for_right.new_steps}}
+    moved = {path: for_left.paths.get(path) or kept.get(path) for path in right_files}
     for path, now in moved.items():
-        tensor = other.tensors[theirs[path]]
+        tensor = right.tensors[right_files[path]]
         if now is None:
             continue
-        if now not in mine:
-            found.only(tensor, is_left=False)
+        if now not in left_files:
+            pairing.only(tensor, is_left=False)
             continue
-        sides = SideElements(mine[now], "uint8"), SideElements(theirs[path], "uint8")
-        if one.tensors[mine[now]].nbytes != tensor.nbytes:
-            message = f"{one.tensors[mine[now]].nbytes} bytes here, {tensor.nbytes} there"
-            found.differ_in("shape", tensor, message)
+        sides = SideElements(left_files[now], "uint8"), SideElements(right_files[path], "uint8")
+        if left.tensors[left_files[now]].nbytes != tensor.nbytes:
+            message = f"{left.tensors[left_files[now]].nbytes} bytes here, {tensor.nbytes} there"
+            pairing.differ_in("shape", tensor, message)
         else:
-            found.add(tensor, *sides, "uint8")
-    matched = {*moved.values(), *here.new_steps}
-    for path, row in mine.items():
-        if path not in matched and path in there.paths:
-            found.only(one.tensors[row], is_left=True)
+            pairing.add(tensor, *sides, "uint8")
+    matched = {*moved.values(), *for_left.new_steps}
+    for path, row in left_files.items():
+        if path not in matched and path in for_right.paths:
+            pairing.only(left.tensors[row], is_left=True)
 
 
 def _files(checkpoint: Checkpoint) -> Mapping[str, int]:
@@ -304,12 +304,12 @@ def _files(checkpoint: Checkpoint) -> Mapping[str, int]:
     }
 
 
-def _note_settings(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
+def _note_settings(left: Checkpoint, right: Checkpoint, pairing: Pairing) -> None:
     """Add notes on differences that are not state: tag, config, versions."""
-    if one.tag != other.tag:
-        found.notes.append(f"The tags differ: '{one.tag}' and '{other.tag}'.")
-    settings = [dict(training_state.provenance(checkpoint)) for checkpoint in (one, other)]
+    if left.tag != right.tag:
+        pairing.notes.append(f"The tags differ: '{left.tag}' and '{right.tag}'.")
+    settings = [dict(training_state.provenance(checkpoint)) for checkpoint in (left, right)]
     keys = training_state.differing_keys(settings[0], settings[1])
     if keys:
         shown = show_few([key.lstrip(".") for key in keys])
-        found.notes.append(f"Settings that differ, which are not state: {shown}.")
+        pairing.notes.append(f"Settings that differ, which are not state: {shown}.")

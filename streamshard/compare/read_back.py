@@ -27,10 +27,10 @@ def differences(
     if source.checkpoint.layers:
         opened, copies = registry.load(registry.WITH_LAYER_PAIRS)(opened)
     pairing = pair_up(opened, source, converted=True)
-    found = [compare(opened, source, pairing.pairs, memory, progress, phase=COMPARING)]
+    comparisons = [compare(opened, source, pairing.pairs, memory, progress, phase=COMPARING)]
     # A module that several layers share is in the source once, and in each of their files.
     if copies:
-        found.append(compare(opened, opened, copies, memory, progress, phase=COMPARING))
-    problems = [problem.message for each in found for problem in each.findings.problems]
-    differences = [*pairing.differences, *(d for each in found for d in each.differences)]
+        comparisons.append(compare(opened, opened, copies, memory, progress, phase=COMPARING))
+    problems = [problem.message for each in comparisons for problem in each.findings.problems]
+    differences = [*pairing.differences, *(d for each in comparisons for d in each.differences)]
     return [*problems, *(difference.message for difference in differences)]

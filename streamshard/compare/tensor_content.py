@@ -51,11 +51,11 @@ class TensorUnits:
         _add_health(self.findings, self.source.place, array_path(tensor), found)
 
 
-def _add_health(findings: Findings, place: Path, name: str, found: TensorHealth) -> None:
+def _add_health(findings: Findings, place: Path, name: str, health: TensorHealth) -> None:
     """Note which numbers a tensor holds; NaN and infinities are a problem."""
-    findings.health[name] = found
-    if not found.is_good:
-        findings.add(UNHEALTHY, place, f"{place}: {name}: {found}")
+    findings.health[name] = health
+    if not health.is_good:
+        findings.add(UNHEALTHY, place, f"{place}: {name}: {health}")
 
 
 def recorded(place: Path, health: Mapping[str, TensorHealth]) -> Findings:
