@@ -59,11 +59,11 @@ def _is_as_written(
     directory: PackedDirectory, entry: ZipEntry, stop: int, file: OpenedFile
 ) -> bool:
     """Tell whether a file has the bytes around it that we write, which end at `stop`."""
-    own = PackedEntry(entry.name.decode(), entry.header, entry.nbytes)
-    end = own.content + own.nbytes
+    expected = PackedEntry(entry.name.decode(), entry.header, entry.nbytes)
+    end = expected.content + expected.nbytes
     return (
-        own.end == stop
-        and directory.serialized(entry) == own.central(entry.crc32)
-        and file.read_at(own.start, own.content - own.start) == own.header()
-        and file.read_at(end, stop - end) == own.descriptor(entry.crc32)
+        expected.end == stop
+        and directory.serialized(entry) == expected.central(entry.crc32)
+        and file.read_at(expected.start, expected.content - expected.start) == expected.header()
+        and file.read_at(end, stop - end) == expected.descriptor(entry.crc32)
     )

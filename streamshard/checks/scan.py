@@ -65,11 +65,11 @@ def scan(
         progress=progress,
         needed_bytes=memory.process_bytes,
     )
-    for found, hashes in jobs:
+    for bundle_results, hashes in jobs:
         for number, sha256 in hashes.items():
             if hashed is not None:
                 hashed(number, sha256)
-        results.extend(found)
+        results.extend(bundle_results)
         while waiting and len(results) >= len(waiting[0].pieces):
             unit = waiting.popleft()
             own = [results.popleft() for _ in unit.pieces]

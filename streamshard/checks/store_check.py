@@ -84,25 +84,25 @@ class _ChunkCheck:
         pieces, trailer = result
         if self.is_encoded:
             return []  # the decoder has compared it
-        found = self._block_crcs(pieces)
-        if len(found) != len(self.record.crc32s):
+        crc32s = self._block_crcs(pieces)
+        if len(crc32s) != len(self.record.crc32s):
             message = f"{self.path}: the manifest lists {len(self.record.crc32s)} checksums for"
-            return [f"{message} {len(found)} blocks"]
-        damaged = np.flatnonzero(np.array(found, dtype=np.uint32) != self.record.crc32s)
+            return [f"{message} {len(crc32s)} blocks"]
+        damaged = np.flatnonzero(np.array(crc32s, dtype=np.uint32) != self.record.crc32s)
         wrong = [self._damage(run) for run in _runs(damaged.tolist())]
         if not wrong and trailer != serialize_checksum(digests.joined(pieces).crc32c):
             wrong.append(f"{self.path}: its content does not match the checksum at its end")
         return wrong
 
     def _block_crcs(self, pieces: Sequence[Digest]) -> list[int]:
-        found: list[int] = []
+        crc32s: list[int] = []
         at = 0
         for piece in pieces:
             if at % BLOCK_BYTES == 0:
-                found.append(0)
-            found[-1] = join_crc32(found[-1], piece.crc32, piece.nbytes)
+                crc32s.append(0)
+            crc32s[-1] = join_crc32(crc32s[-1], piece.crc32, piece.nbytes)
             at += piece.nbytes
-        return found
+        return crc32s
 
     def _damage(self, blocks: range) -> str:
         start, stop = blocks.start * BLOCK_BYTES, blocks.stop * BLOCK_BYTES
@@ -114,13 +114,13 @@ class _ChunkCheck:
         pieces: list[Digest] = result[0]
         if self.is_encoded:
             return pieces[0]
-        own: list[Digest] = []
-        left = self.own_bytes
+        parts: list[Digest] = []
+        bytes_left = self.own_bytes
         for piece in pieces:
-            if left > 0:
-                own.append(piece)
-            left -= piece.nbytes
-        return digests.joined(own)
+            if bytes_left > 0:
+                parts.append(piece)
+            bytes_left -= piece.nbytes
+        return digests.joined(parts)
 
 
 class StoreCheck:
@@ -167,11 +167,11 @@ class StoreCheck:
             return
         document, nbytes = self._root / MANIFEST_FILES[0], self._index.content_bytes[MANIFEST_PATH]
         try:
-            found, expected = read_small(document), small_array_document(nbytes)
+            content, expected = read_small(document), small_array_document(nbytes)
         except SourceError as error:
             self._findings.add_error(error, document)
             return
-        if found != expected and not is_serialized_again(found, expected):
+        if content != expected and not is_serialized_again(content, expected):
             message = f"{document}: not the document of a manifest of {nbytes} bytes"
             self._findings.add(MALFORMED, document, message)
 
@@ -226,13 +226,13 @@ class StoreCheck:
     def _compare_lists(self, manifest: Manifest) -> None:
         place = self._root / MANIFEST_FILES[1]
         arrays = {array.path for array in self._index.arrays}
-        for what, found, expected in (
+        for what, listed, expected in (
             ("", manifest.records.keys(), {*self._documents, *STATE_FILES, *self._chunks}),
             ("the digest of ", manifest.digests.keys(), arrays),
         ):
-            for path in sorted(expected - found):
+            for path in sorted(expected - listed):
                 self._findings.add(MALFORMED, place, f"{place}: does not list {what}{path}")
-            for path in sorted(found - expected):
+            for path in sorted(listed - expected):
                 message = f"{place}: lists {what}{path}, which the training state does not know"
                 self._findings.add(MALFORMED, place, message)
 
@@ -344,27 +344,27 @@ class StoreCheck:
         ]
 
         def judge(results: Sequence[Result]) -> None:
-            found = digests.joined(results)
+            digest = digests.joined(results)
             self._findings.checked += 1
-            self._findings.digests[path] = found.text
-            if found.text == array.digest:
+            self._findings.digests[path] = digest.text
+            if digest.text == array.digest:
                 self._findings.tensors += 1
             else:
-                self._findings.add(DAMAGED, array.directory, array.difference(found.text))
+                self._findings.add(DAMAGED, array.directory, array.difference(digest.text))
 
         return Unit(pieces, judge, self._failed(array.directory))
 
     def _failed(self, place: Path) -> Callable[[StreamshardError], None]:
         return partial(self._findings.add_error, place=place)
 
-    def _compare_digest(self, manifest: Manifest, array: str, found: str) -> None:
-        self._findings.digests[array] = found
+    def _compare_digest(self, manifest: Manifest, array: str, digest: str) -> None:
+        self._findings.digests[array] = digest
         recorded = manifest.digests.get(array)
-        if recorded == found:
+        if recorded == digest:
             self._findings.tensors += 1
         elif recorded is not None:
             place = self._root / array
-            message = f"{place}: its elements have the digest {found}, {recorded:.40} was recorded"
+            message = f"{place}: its elements have the digest {digest}, {recorded:.40} was recorded"
             self._findings.add(DAMAGED, place, message)
 
     def _take(self, path: Path, result: Result, problems_of: Callable[[Result], list[str]]) -> None:
@@ -389,11 +389,11 @@ def _document_problems(path: Path, record: FileRecord, expected: bytes, found: b
     return problems
 
 
-def _is_same_array(found: bytes, expected: bytes) -> bool:
-    if found == expected:
+def _is_same_array(document: bytes, expected: bytes) -> bool:
+    if document == expected:
         return True
     try:
-        said: Any = strict_json.parse(found)
+        said: Any = strict_json.parse(document)
         wanted = strict_json.parse(expected)
         shown = [said.get(key) for key in _TOLD_TWICE]
     except (AttributeError, ValueError):
@@ -413,13 +413,13 @@ def _checking(file: SourceFile, rewritten: Container[Path]) -> SourceFile:
 
 def _runs(numbers: Sequence[int]) -> list[range]:
     """Join consecutive numbers into ranges."""
-    found: list[range] = []
+    ranges: list[range] = []
     for number in numbers:
-        if found and found[-1].stop == number:
-            found[-1] = range(found[-1].start, number + 1)
+        if ranges and ranges[-1].stop == number:
+            ranges[-1] = range(ranges[-1].start, number + 1)
         else:
-            found.append(range(number, number + 1))
-    return found
+            ranges.append(range(number, number + 1))
+    return ranges
 
 
 def _digest_pieces(file: int, nbytes: int) -> list[ScanPiece]:
