@@ -5,12 +5,16 @@ Parameters may have another name because a wrapper was put around a module, or t
 data-parallel wrappers put `_orig_mod` or `module` in between.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from streamshard.formats.name_patterns import Pattern
 
 Shape = tuple[int, ...]
+_SIGNS: Final = re.compile(r"[\s#*{}]+")
+"""What has a meaning in the file of rules."""
 
 
 def renames(new: Mapping[str, Shape], old: Mapping[str, Shape]) -> dict[str, str]:
@@ -47,7 +51,7 @@ def lines_of_moves(moves: Mapping[str, str], names: Sequence[str]) -> list[str]:
             for name in names
             if new_pattern.match(name) is not None
         }
-        is_short = len(group) > 1 and matched == group
+        is_short = (len(group) > 1 or _has_signs(group)) and matched == group
         pairs = [(new_shown, old_shown)] if is_short else group.items()
         lines += [f"move {old} -> {new}" for new, old in pairs]
     return lines
@@ -73,7 +77,9 @@ def _patterns_for(wanted: Iterable[str], names: Sequence[str]) -> Iterator[str]:
     for shown, group in alike.items():
         pattern = Pattern(shown)
         matched = {name: found for name in names if (found := pattern.match(name)) is not None}
-        if len(group) == 1 or (shown.count("*") > 1 and {*matched} != {*group}):
+        if _has_signs(group) and {*matched} == {*group}:
+            yield shown
+        elif len(group) == 1 or (shown.count("*") > 1 and {*matched} != {*group}):
             yield from group
         elif {*matched} == {*group}:
             yield shown
@@ -83,7 +89,7 @@ def _patterns_for(wanted: Iterable[str], names: Sequence[str]) -> Iterator[str]:
 
 def _key(name: str, shape: Shape) -> object:
     parts = name.split(".")
-    return shape, parts[-1], tuple(filter(str.isdigit, parts))
+    return shape, parts[-1], tuple(part for part in parts if _with_stars(part) != part)
 
 
 def _is_wrapped(name: str, other: str) -> bool:
@@ -93,5 +99,11 @@ def _is_wrapped(name: str, other: str) -> bool:
     return all(part in rest for part in shorter)
 
 
+def _has_signs(names: Iterable[str]) -> bool:
+    return any(map(_SIGNS.search, names))
+
+
 def _with_stars(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    """Put a star in place of numbers, and of signs that no pattern can have."""
+    parts = name.split(".")
+    return ".".join("*" if part.isdigit() else _SIGNS.sub("*", part) for part in parts)

@@ -13,7 +13,7 @@ from streamshard.formats.checkpoint import GRAFT_RECORD, OtherFile, ParamGroup
 from streamshard.formats.dcp.dcp_writer import value_item
 from streamshard.grafting.assembly import Assembly, Dicts, States, with_part_files
 from streamshard.grafting.job_state import grafted_state
-from streamshard.grafting.origins import Inventory, Origin, Shape, names_of, origins_of
+from streamshard.grafting.origins import UNSAVED, Inventory, Origin, Shape, names_of, origins_of
 from streamshard.grafting.pieces import SCRATCH_BYTES, Leading, Piece, Pieces
 from streamshard.grafting.record import Checkpointed, GraftRecord, RuleCount
 from streamshard.grafting.requirements import (
@@ -247,7 +247,7 @@ class _ByRules(Assembly):
             self._notes.append(
                 f"Rows that START does not have, and that are dropped: {some_of(fewer)}."
             )
-        unsaved = sorted(name for name in start.untrained if source.leaves_out(name, start))
+        unsaved = sorted(name for name, origin in origins.items() if origin.label == UNSAVED)
         if unsaved:
             self._notes.append(f"SRC did not save these, so they are START's: {some_of(unsaved)}.")
 

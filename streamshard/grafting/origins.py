@@ -41,6 +41,8 @@ class Inventory:
     """Trained ones without the optimizer's states that their param group has."""
     exact: Mapping[str, str] = field(default_factory=dict)
     """Dtypes of those that hold integers or flags, which are not converted."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tensors → the names that their values have here."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, part: ModelPart) -> Self:
@@ -61,7 +63,8 @@ class Inventory:
         states = ((key, n) for g in part.groups for key in g.cut_states for n in g.params)
         bare = frozenset(name for key, name in states if (key, name) not in stored)
         exact = exact_dtypes((t.name, t.dtype) for t in checkpoint.tensors if t.state == MODULE)
-        return cls(trained, untrained, unsaved, frozen, lacks_frozen, bare, exact)
+        tied = {entry.name: entry.alias_of for entry in part.module if entry.alias_of}
+        return cls(trained, untrained, unsaved, frozen, lacks_frozen, bare, exact, tied)
 
     def leaves_out(self, name: str, start: "Inventory") -> bool:
         """Tell whether this source has no value of a tensor that is frozen in START."""
@@ -72,12 +75,17 @@ class Inventory:
     @classmethod
     def joined(cls, parts: Iterable[Self]) -> Self:
         """Return the names and shapes of all parts; a name in several has the last one's shape."""
-        trained, untrained, unsaved = dict[str, Shape](), dict[str, Shape](), set[str]()
+        trained, untrained, tied = dict[str, Shape](), dict[str, Shape](), dict[str, str]()
+        unsaved, frozen, lacks_frozen = set[str](), set[str](), False
         for part in parts:
             trained |= part.trained
             untrained |= part.untrained
+            tied |= part.tied
             unsaved |= part.unsaved
-        return cls(trained, untrained, frozenset(unsaved))
+            frozen |= part.frozen
+            lacks_frozen |= part.lacks_frozen
+        sets = frozenset(unsaved), frozenset(frozen)
+        return cls(trained, untrained, *sets, lacks_frozen, tied=tied)
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -178,8 +186,12 @@ class Matching:
         if choice.source in self.source.untrained:
             return MODULE, self.source.untrained[choice.source]
         if choice.naming or (THAW in choice.words and choice.source in self.source.unsaved):
-            saved = "did not save" if choice.source in self.source.unsaved else "has no"
-            message = f"'{name}' would be '{choice.source}', which SRC {saved}; give 'new {name}'"
+            saved, advice = "has no", f"'new {name}'"
+            if choice.source in self.source.unsaved:
+                saved = "did not save"
+            elif choice.source in self.source.tied:
+                saved, advice = "has tied", f"'{self.source.tied[choice.source]}' in its place"
+            message = f"'{name}' would be '{choice.source}', which SRC {saved}; give {advice}"
             raise UsageError(message)
         return None
 
@@ -214,24 +226,49 @@ class Matching:
             if not (is_dropped or uses[name] or name in kept_names):
                 self.need(DROP, name)
 
-    def _moves(self) -> dict[str, str]:
-        """Take from what is needed the pairs that look like one parameter under two names."""
-        sides = [
-            {name: shapes[name] for name in self.needed.get(word, ()) if name in shapes}
-            for word, shapes in ((NEW, self.start.shapes), (DROP, self.source.shapes))
-        ]
-        moves = renames(*sides)
-        for new, old in moves.items():
-            del self.needed[NEW][new], self.needed[DROP][old]
-            if (new in self.start.trained) != (old in self.source.trained):
-                self.need(THAW if new in self.start.trained else FREEZE, new)
-        return moves
+    def _copies_and_moves(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Take from what is needed the pairs that are, or look like, one parameter by two names."""
+        here, there = self.start.shapes, self.source.shapes
+        new = {name: here[name] for name in self.needed.get(NEW, ()) if name in here}
+        # No file says which frozen weights SRC left out: it may have these by other names.
+        new |= {name: here[name] for name in here if self._may_be_renamed(name)}
+        old = {name: there[name] for name in self.needed.get(DROP, ()) if name in there}
+        copies = {name: tie for name in new if (tie := self._tied_to(name)) is not None}
+        for side, names in ((new, copies.keys()), (old, {*copies.values()})):
+            for name in side.keys() & names:
+                del side[name]
+        moves = renames(new, old)
+        for name, other in {**copies, **moves}.items():
+            self.needed.get(NEW, {}).pop(name, None)
+            self.needed.get(DROP, {}).pop(other, None)
+            if (name in self.start.trained) != (other in self.source.trained):
+                self.need(THAW if name in self.start.trained else FREEZE, name)
+            if here[name] != there[other]:
+                self.need(ROWS, name)
+        return copies, moves
+
+    def _may_be_renamed(self, name: str) -> bool:
+        """Tell whether a frozen weight is taken for unsaved, though no file names it."""
+        choice = self.rules.choice(name)
+        is_named = NEW in choice.words or choice.naming or name in self.source.unsaved
+        return not is_named and self.source.leaves_out(name, self.start)
+
+    def _tied_to(self, name: str) -> str | None:
+        """Return the tensor of SRC with which a name shares its values there, or in START."""
+        shape, shapes = self.start.shapes[name], self.source.shapes
+        there = (tie for tie, held in self.start.tied.items() if held == name)
+        for other in filter(shapes.__contains__, (self.source.tied.get(name, ""), *there)):
+            if len(shapes[other]) == len(shape) and shapes[other][1:] == shape[1:]:
+                return other
+        return None
 
     def refusal(self) -> UsageError:
         """Return an error whose notes are the rules that would name all differences."""
         count = sum(map(len, self.needed.values()))
         start, source = [*self.start.shapes], [*self.source.shapes]
-        lines = lines_of_moves(self._moves(), start)
+        copies, moves = self._copies_and_moves()
+        lines = [f"copy {name} <- {other}" for name, other in copies.items()]
+        lines += lines_of_moves(moves, start)
         names = {word: source if word == DROP else start for word in self.needed}
         lines += lines_for(self.needed, names)
         lines += [_OTHER_RANK] * self.has_other_rank
@@ -253,7 +290,7 @@ def origins_of(parts: Sequence[Sides], rules: Rules) -> list[dict[str, Origin]]:
         of the model.
     """
     source, start = (Inventory.joined(sides) for sides in zip(*parts, strict=True))
-    rules.require_used([*source.shapes], [*start.shapes, *start.unsaved])
+    rules.require_used([*source.shapes], [*start.shapes, *start.unsaved], source.tied, start.tied)
     for sides in parts:
         _require_same_part(source, *sides, rules)
     whole = Matching(source, start, rules)

@@ -22,6 +22,8 @@ _FROM_ZERO: Final = frozenset(
 """States that are zero before the first step."""
 STEP: Final = "step"
 _MOST_STEPS: Final = 100_000
+_WITH_A_STATE: Final = ("amsgrad", "centered", "momentum")
+"""Settings of torch's optimizers that add a state, without which the next step fails."""
 _UNLIKE: Final = COUNTED_SETTINGS | {"params", "initial_lr"}
 """Keys of a param group that come and go with a scheduler, or with the first step."""
 
@@ -120,6 +122,13 @@ def require_same_settings(
     if unlike:
         message = f"the optimizers of SRC and START have different settings: {some_of(unlike)};"
         message = f"{message} their states may mean something else. For the weights alone give"
+        raise UsageError(f"{message} {Option('fresh_states', True)}")
+    more = [k for k in _WITH_A_STATE if settings[1].get(k) and not settings[0].get(k)]
+    if more and before.cut_states:
+        message = (
+            f"START's optimizer has {more[0]}, SRC's had not: a state would be missing, and the"
+        )
+        message = f"{message} first step would fail. Leave it out in the new job, or give"
         raise UsageError(f"{message} {Option('fresh_states', True)}")
 
 

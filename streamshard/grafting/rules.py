@@ -101,12 +101,24 @@ class Rules:
         """Tell whether a name of SRC is dropped."""
         return any(r.word == DROP and r.pattern.match(name) is not None for r in self.rules)
 
-    def require_used(self, source: Sequence[str], start: Sequence[str]) -> None:
-        """Refuse a rule that matches no name."""
+    def require_used(
+        self,
+        source: Sequence[str],
+        start: Sequence[str],
+        source_ties: Mapping[str, str],
+        start_ties: Mapping[str, str],
+    ) -> None:
+        """Refuse a rule that matches no name. Ties: further names → the names that are matched."""
         for rule in self.rules:
-            names, where = (source, "SRC") if rule.word == DROP else (start, "START")
+            names, ties, where = start, start_ties, "START"
+            if rule.word == DROP:
+                names, ties, where = source, source_ties, "SRC"
             if not any(rule.pattern.match(name) is not None for name in names):
                 message = f"'{rule.text}' matches no name of {where}"
+                tied = next((n for n in ties if rule.pattern.match(n) is not None), None)
+                if tied is not None:
+                    message = f"{message} but '{tied}', which is tied to '{ties[tied]}'"
+                    raise UsageError(f"{message}: leave the line out, or name that one")
                 raise UsageError(f"{message}; one is '{next(iter(names), '')}'")
 
 

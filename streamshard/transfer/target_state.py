@@ -71,7 +71,7 @@ class TargetState(ABC):
 
     def _exists(self) -> TargetExistsError:
         error = TargetExistsError(f"{self.target}: exists; use {_OVERWRITE} to replace it")
-        error.add_note(f"If this is already done, {_IF_NEEDED} tells so and ends with exit code 0")
+        error.add_note(f"If this is already done, {_IF_NEEDED} of repartition and convert tells so")
         return error
 
     def _require_ours(self, content: "DirectoryContent | None") -> None:

@@ -69,6 +69,22 @@ def test_a_start_that_took_a_step_is_refused(tmp_path: Path) -> None:
         streamshard.graft(jobs.source, tmp_path / "stepped", tmp_path / "out")
 
 
+def _keep_largest(keeps: bool, file: dict[str, Any]) -> None:
+    for group in file["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+        group["amsgrad"] = keeps
+
+
+def test_an_optimizer_that_keeps_one_state_more_is_refused(tmp_path: Path) -> None:
+    """It would look for that state at its first step."""
+    jobs = write(tmp_path, (2, 2))
+    for place, keeps in ((jobs.source, False), (jobs.start, True)):
+        for path in place.glob("*/*_optim_states.pt"):
+            fabricated.edit(path, partial(_keep_largest, keeps))
+    with pytest.raises(UsageError, match="has amsgrad, SRC's had not"):
+        jobs.graft()
+    assert jobs.graft(fresh_states=True)
+
+
 def test_muon_is_refused(tmp_path: Path) -> None:
     jobs = write(tmp_path)
     muon = fabricated.write(MUON, tmp_path / "muon")
@@ -221,6 +237,19 @@ def test_frozen_weights_that_stage_1_did_not_save_are_those_of_start(tmp_path: P
         assert torch.equal(found["module", name], value)
     notes = streamshard.inspect(tmp_path / "out").notes
     assert any("unsaved 2" in note for note in notes)
+
+
+def test_weights_that_are_frozen_now_are_not_called_unsaved(tmp_path: Path) -> None:
+    weight, adapter = ("w", (4, 4)), ("lora", (2, 4))
+    old = replace(TRAINED, stage=1, frozen=(), groups=((weight,),))
+    jobs = Jobs.write(tmp_path, old, groups=((adapter,),), frozen=(("base.w", (4, 4)),))
+    (tmp_path / "rules").write_text("move w -> base.w\nfreeze base.w\nnew lora")
+    made = streamshard.graft(
+        jobs.source, jobs.start, tmp_path / "out", rules=tmp_path / "rules", verify=True
+    )
+    assert not any("did not save" in note for note in made.notes)
+    kept = jobs.old.values("fp32", "w").to(jobs.new.dtype)
+    assert torch.equal(tensors_of(tmp_path / "out")["module", "base.w"], kept)
 
 
 def test_tensor_parallel_parts_are_grafted_each_by_itself(tmp_path: Path) -> None:

@@ -216,6 +216,62 @@ def test_frozen_weights_that_a_source_left_out_are_those_of_start() -> None:
     assert refused.value.__notes__ == ["new b"]
 
 
+def test_frozen_weights_that_stage_1_may_have_by_another_name_are_moved() -> None:
+    """A whole training goes on with an adapter: its weights are not those of START's file."""
+    old = Inventory({"w": (3,), "v": (2,)}, {}, lacks_frozen=True)
+    frozen = {"base.w": (3,), "base.other": (5,)}
+    start = Inventory({"a": (2,), "v": (2,)}, frozen, frozen=frozenset(frozen))
+    with pytest.raises(UsageError) as refused:
+        origins_of(old, start, Rules())
+    assert refused.value.__notes__ == ["move w -> base.w", "new a", "freeze base.w"]
+    found = origins_of(old, start, Rules.of("\n".join(refused.value.__notes__)))
+    assert found["base.w"] == Origin("move freeze", "w")
+    assert found["base.other"] == Origin("unsaved")
+
+
+TIES = {"head": "embed"}
+EMBED, HEAD = ({name: (4, 2)} for name in ("embed", "head"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "lines"),
+    [
+        (Inventory(EMBED, {}, tied=TIES), Inventory(HEAD, {}), []),
+        (Inventory(EMBED, {}, tied=TIES), Inventory({**EMBED, "head": (6, 2)}, {}), ["rows head"]),
+        (Inventory(EMBED, {}, tied=TIES), Inventory({}, HEAD), ["freeze head"]),
+        (Inventory(EMBED, {}), Inventory(HEAD, {}, tied={"embed": "head"}), []),
+        (Inventory({}, EMBED, tied=TIES), Inventory(HEAD, {}), ["thaw head"]),
+    ],
+    ids=["moved", "untied", "frozen", "tied there", "thawed"],
+)  # fmt: skip
+def test_what_is_tied_is_copied_by_its_other_name(
+    old: Inventory, new: Inventory, lines: list[str]
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        origins_of(old, new, Rules())
+    assert refused.value.__notes__ == ["copy head <- embed", *lines]
+    found = origins_of(old, new, Rules.of("\n".join(refused.value.__notes__)))
+    assert found["head"].source == "embed"
+
+
+def test_a_rule_for_a_tied_name_is_refused_with_the_name_that_has_the_values() -> None:
+    tied = Inventory(EMBED, {}, tied=TIES)
+    with pytest.raises(UsageError, match="but 'head', which is tied to 'embed'"):
+        origins_of(tied, tied, Rules.of("rows *head"))
+    with pytest.raises(UsageError, match="SRC has tied; give 'embed' in its place"):
+        origins_of(tied, Inventory({**EMBED, "x": (4, 2)}, {}), Rules.of("copy x <- head"))
+
+
+@pytest.mark.parametrize("key", ["a b", "a#b", "a{b", "a}b", "a*b", "{a,b}", "new -> x"])
+def test_signs_of_rules_in_names_are_stars_in_what_is_advised(key: str) -> None:
+    both = [{"w": (2,), f"{outer}n.{key}.w": (2,)} for outer in ("", "base.")]
+    for old, new in (both, ({"w": (2,)}, both[0]), (both[0], {"w": (2,)})):
+        with pytest.raises(UsageError) as refused:
+            origins_of(Inventory(old, {}), Inventory(new, {}), Rules())
+        (line,) = refused.value.__notes__
+        assert origins_of(Inventory(old, {}), Inventory(new, {}), Rules.of(line)).keys() == {*new}
+
+
 def test_what_another_one_takes_the_place_of_is_named_too() -> None:
     rules = "copy layers.1.w <- layers.0.w"
     with pytest.raises(UsageError) as refused:
