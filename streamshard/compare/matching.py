@@ -81,10 +81,10 @@ def _has_optimizer(checkpoint: Checkpoint) -> bool:
 
 def _pair_training(left: Checkpoint, right: Checkpoint, found: Pairing, *, converted: bool) -> None:
     _pair_states(left, right, found)
-    for model_part, counterpart in zip(left.model_parts, right.model_parts, strict=True):
-        if left.is_dumps or right.is_dumps:
-            break
-        _pair_modules((left, model_part), (right, counterpart), found, converted=converted)
+    are_whole = not (left.is_dumps or right.is_dumps)
+    if are_whole:
+        for parts in zip(left.model_parts, right.model_parts, strict=True):
+            _pair_modules((left, parts[0]), (right, parts[1]), found, converted=converted)
     for place in training_state.compare(left, right):
         if isinstance(place, BlobPair):
             _pair_blobs(place, found)
@@ -92,7 +92,7 @@ def _pair_training(left: Checkpoint, right: Checkpoint, found: Pairing, *, conve
             found.differ("value", place.name, place.message)
     if left.is_dumps != right.is_dumps:
         found.notes.append("One side is raw dumps: only the optimizer's state was compared.")
-    if not (left.is_dumps or right.is_dumps):
+    if are_whole:
         _pair_files(left, right, found)
 
 
@@ -269,7 +269,7 @@ def _pair_files(left: Checkpoint, right: Checkpoint, pairing: Pairing) -> None:
         left.tag, list(right_files), source_world_size=right.ranks, world_size=left.ranks
     )
     for_right = frameworks.resize(
-        left.tag, list(left_files), source_world_size=left.ranks, world_size=right.ranks
+        right.tag, list(left_files), source_world_size=left.ranks, world_size=right.ranks
     )
     # A file that resharding leaves out does not count as missing; it may still be here, as in a
     # store. A file that resharding makes for a new rank is not the old file of the same name.

@@ -44,7 +44,7 @@ _MOST_RANKS: Final = 1 << 12
 """More ranks than share a model in any job."""
 
 
-_READ_BYTES = 1 << 20
+_READ_BYTES: Final = 1 << 20
 
 
 def _note_checksums(source: Source) -> None:
@@ -70,7 +70,7 @@ def _crc32(access: SourceAccess, blob: int, nbytes: int) -> int:
     return crc32
 
 
-_PIECE_BYTES = 1 << 16
+_PIECE_BYTES: Final = 1 << 16
 
 
 def _require_different_shards(source: Source, parts: ModelInParts) -> None:

@@ -133,9 +133,7 @@ def _is_weights_only(names: Collection[str]) -> bool:
     return not any(fnmatchcase(name, p) for name in names for p in _OPTIMIZERS)
 
 
-def in_order_of_preference(
-    paths: Sequence[str], tag: str, also: Collection[str] = ()
-) -> dict[str, str]:
+def in_order_of_preference(paths: Sequence[str], tag: str, also: Collection[str]) -> dict[str, str]:
     """Choose the files to copy with the weights: name in the model's directory → source path.
 
     If the run directory and the tag directory have a file of the same name, the first is chosen.

@@ -85,8 +85,8 @@ def estimate_run(
     report: Report,
     target: Path,
     *,
-    changes: tuple[Change, ...] = (),
-    is_upper_bound: bool = False,
+    changes: tuple[Change, ...],
+    is_upper_bound: bool,
 ) -> Estimate:
     read = read_bytes(source, byte_counts.times)
     read_sum, written = int(read.sum()), report.bytes_written

@@ -184,7 +184,7 @@ def serialize_line(line: object) -> bytes:
     return b"\n%08x %s\n" % (zlib.crc32(text), text)
 
 
-def intact_lines(stream: Iterable[bytes], start: int = 0) -> Iterator[tuple[int, Any]]:
+def intact_lines(stream: Iterable[bytes], start: int) -> Iterator[tuple[int, Any]]:
     """Yield where each line begins whose checksum is correct, and what it holds."""
     for line in stream:
         text = line[_CRC_BYTES:].rstrip(b"\n")

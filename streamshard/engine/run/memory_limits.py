@@ -49,7 +49,7 @@ def fit_memory(
     reopened: int = 0,
     copies: bool = False,
     encodes: bool = False,
-    requests_bytes: int = 0,
+    requests_bytes: int,
     waiting_bytes: int = 0,
     shared_bytes: int = 0,
     uploads: bool = False,

@@ -48,7 +48,7 @@ def missing_keys(group: Mapping[str, Node], *, decouples: bool | None) -> dict[s
     >>> sorted(missing_keys(sgd, decouples=None))
     ['differentiable', 'fused', 'maximize']
     """
-    if group.get(OF_DEEPSPEED, True) is not True and group.get(OF_DEEPSPEED) != 1:
+    if group.get(OF_DEEPSPEED, 1) != 1:
         message = "the optimizer runs without bias correction, which torch's Adam always makes"
         raise UnsupportedError(f"{message}: export the weights alone, as safetensors")
     missing: dict[str, Node] = {}

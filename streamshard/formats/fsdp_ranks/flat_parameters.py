@@ -113,6 +113,8 @@ def evened_roots(roots: Sequence[Any]) -> list[Any] | None:
         return None
     empty = {key: {k: _emptied(n) for k, n in states.items()} for key, states in first.items()}
     order = [key for group in roots[0][_GROUPS] for key in group[_PARAMS] if key in first]
+    if len(order) != len(first):
+        return None
     return [
         {**root, _STATE: {key: own.get(key, empty[key]) for key in order}}
         for root, own in zip(roots, rank_states, strict=True)

@@ -52,7 +52,7 @@ def archive_tag(
     *,
     stable_since_ns: int,
     health: Mapping[str, TensorHealth],
-    rebuilds: bool = False,
+    rebuilds: bool,
 ) -> tuple[Receipt, Proof | None]:
     """Archive a tag and prove the archive; continue an interrupted run.
 

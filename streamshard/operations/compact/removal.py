@@ -30,7 +30,7 @@ from streamshard.transfer.target import is_there
 
 
 def move_to_trash(
-    context: RunContext, tag: str, require_removable: Callable[[], str], proof: Proof | None = None
+    context: RunContext, tag: str, require_removable: Callable[[], str], proof: Proof | None
 ) -> None:
     """Move a tag into the trash if its archive holds all of it.
 

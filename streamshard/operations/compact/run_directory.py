@@ -318,7 +318,7 @@ def _behind(link: Path) -> Iterator[tuple[Path, Status]]:
             yield from ((entry.path, entry.status()) for entry in listed_below(link))
 
 
-def _checkpoints_in(output_dir: Path, pattern: str | None = None) -> list[Path]:
+def _checkpoints_in(output_dir: Path, pattern: str | None) -> list[Path]:
     """List the checkpoints of a framework's output directory; none for any other directory.
 
     A checkpoint that has no `latest` yet, or not any more, is listed too if another one has it, and

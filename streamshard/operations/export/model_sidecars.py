@@ -43,7 +43,7 @@ class ModelSidecars:
             )
 
 
-def find_model_sidecars(source: Source, config: str = pretrained.CONFIG) -> ModelSidecars:
+def find_model_sidecars(source: Source, config: str) -> ModelSidecars:
     """Find the sidecars in a checkpoint, and missing ones in the directory around it.
 
     If the user may not read that directory, a note says so.

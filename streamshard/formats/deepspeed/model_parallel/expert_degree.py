@@ -352,7 +352,7 @@ def with_degree(file: Mapping[str, Node], degree: int) -> Mapping[str, Node]:
 def _placed(layer: Layer, counts: Mapping[str, int], saved_degree: int, degree: int) -> Layer:
     """Return the entries of a layer on another count of ranks, as the first of them saves it."""
     prefix = str(layer.get("expert_key_prefix"))
-    count = counts.get(prefix, saved_degree)
+    count = counts.get(prefix, 0)
     for key, node in {"num_experts": count, **_placing(layer, count, saved_degree)}.items():
         if layer.get(key) != node:
             message = f"the '{key}' of the experts '{prefix}' is not that of {count} experts, in"
