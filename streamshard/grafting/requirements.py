@@ -126,7 +126,7 @@ def require_same_settings(
     more = [k for k in _WITH_A_STATE if settings[1].get(k) and not settings[0].get(k)]
     if more and before.cut_states:
         message = (
-            f"START's optimizer has {more[0]}, SRC's had not: a state would be missing, and the"
+            f"START's optimizer has {more[0]}, which SRC's lacks: a state would be missing, and the"
         )
         message = f"{message} first step would fail. Leave it out in the new job, or give"
         raise UsageError(f"{message} {Option('fresh_states', True)}")

@@ -80,7 +80,7 @@ def test_an_optimizer_that_keeps_one_state_more_is_refused(tmp_path: Path) -> No
     for place, keeps in ((jobs.source, False), (jobs.start, True)):
         for path in place.glob("*/*_optim_states.pt"):
             fabricated.edit(path, partial(_keep_largest, keeps))
-    with pytest.raises(UsageError, match="has amsgrad, SRC's had not"):
+    with pytest.raises(UsageError, match="has amsgrad, which SRC's lacks"):
         jobs.graft()
     assert jobs.graft(fresh_states=True)
 

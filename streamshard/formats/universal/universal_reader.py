@@ -196,14 +196,14 @@ def _read(tag_dir: Path, run_files: Sequence[tuple[Path, str]], tag: str) -> Rea
     module.strip(entries)
     adopt_blobs([first, optimizer], tensors, whole, first=0, model_part="")
     others = [(path, f"{tag}/{path.relative_to(tag_dir).as_posix()}") for path in listing.sidecars]
-    files_ = adopt_files([*run_files, *others], sources, tensors, whole)
+    other_files = adopt_files([*run_files, *others], sources, tensors, whole)
     checkpoint = Checkpoint(
         tag=tag,
         layout=job.layout,
         tensors=tuple(tensors),
         model_parts=(ModelPart("", groups, entries, first, optimizer, ids),),
         module_dtype=dtype,
-        files=files_,
+        files=other_files,
         notes=notes,
         is_bf16=ds_config.module_dtype(job.config) == "bfloat16"
         if job.config

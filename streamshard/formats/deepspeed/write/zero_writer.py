@@ -205,11 +205,10 @@ class ModuleWriter:
     def _shapes_of(self, group: ParamGroup) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return the first tensor of each parameter of a group → the parameter's name and shape."""
         counts = self._model_part.tensor_counts(group)
-        starts = accumulate(counts, initial=0)
-        both = zip(self._model_part.serialized(group), counts, starts, strict=False)
+        serialized = self._model_part.serialized(group)
         shapes = {}
-        for name, count, start in both:
-            tensor = group.params[start]
+        for name, count, end in zip(serialized, counts, accumulate(counts), strict=True):
+            tensor = group.params[end - count]
             own = self._shapes[tensor]
             shapes[tensor] = name, own if tensor == name else (count, *own)
         return shapes
