@@ -139,10 +139,10 @@ class _Places:
         """Add a state of a parameter, which was added before; returns its key."""
         key = f"{state} of {name}"
         self.add(key, tensor)
-        weight = self.tensors.get(name)
-        if weight is None or tensor.shape != weight.shape:
+        weight, shape = self.tensors.get(name), self.tensors[key].shape
+        if weight is None or shape != weight.shape:
             what = "no such weight is in it" if weight is None else f"its weight is {weight.shape}"
-            raise DisagreementError(f"{show(key)} has the shape {tensor.shape}, {what}")
+            raise DisagreementError(f"{show(key)} has the shape {shape}, {what}")
         return key
 
     def _file(self, path: Path, what: str, start: int, nbytes: int) -> int:

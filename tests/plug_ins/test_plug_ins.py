@@ -367,6 +367,18 @@ def test_a_recorded_checksum_is_compared(saved: Path, install: Install, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_shapes_may_be_lists_as_json_has_them(saved: Path, install: Install) -> None:
+    install()
+    listed: Any = [4, 3]
+    tensors = {at: StoredTensor.whole("float32", listed, saved / "raw", at) for at in (0, 48)}
+    weight, moment = (replace(tensor, shape=listed) for tensor in tensors.values())
+    RawReader.contents = lambda path: replace(
+        state(path, "exp_avg", "w", moment), weights={"w": weight}
+    )
+    with streamshard.open(saved) as checkpoint:
+        assert checkpoint["w"].exp_avg.numpy().tobytes() == (VALUES + 100).tobytes()
+
+
 def test_states_that_options_ask_for_are_missing(
     saved: Path, install: Install, tmp_path: Path
 ) -> None:
