@@ -52,6 +52,13 @@ COUNTED_SETTINGS: Final = rare_states.CHANGED_SETTINGS | {
 """Settings that optimizers change: FusedAdam, prodigyopt 1.1.2, dadaptation 3.2, schedulefree
 1.4.1."""
 
+OF_SCHEDULERS: Final = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+)
+"""Settings that torch's schedulers put into param groups."""
+_CYCLED: Final = ("max_momentum", "base_momentum")
+"""Ends between which OneCycleLR and CyclicLR take the momentum, and Adam's first beta."""
+
 
 @dataclass(frozen=True)
 class GraftedState:
@@ -141,9 +148,22 @@ def _param_groups(
             # Without it, a scheduler that the job makes later takes the rate for its base.
             if any(BASE in settings for settings in old):
                 merged.setdefault(BASE, place.bases[number])
+            if origin is not None:
+                merged |= _momentum(old[origin], group)
         if origin is not None and not fresh:
             merged |= {key: value for key, value in old[origin].items() if key in COUNTED_SETTINGS}
         yield merged
+
+
+def _momentum(source: Mapping[str, Node], start: Mapping[str, Node]) -> dict[str, Node]:
+    """Return the momentum that a scheduler has reached, if START's takes it the same way."""
+    if any(source.get(key) is None or source[key] != start.get(key) for key in _CYCLED):
+        return {}
+    momentum = {"momentum": source["momentum"]} if "momentum" in source else {}
+    first, betas = source.get("betas"), start.get("betas")
+    if isinstance(first, list | tuple) and isinstance(betas, list | tuple):
+        momentum["betas"] = (*first[:1], *betas[1:])
+    return momentum
 
 
 def _scaler(

@@ -10,7 +10,7 @@ from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
-from streamshard.grafting.job_state import COUNTED_SETTINGS
+from streamshard.grafting.job_state import COUNTED_SETTINGS, OF_SCHEDULERS
 from streamshard.grafting.origins import Origin
 from streamshard.grafting.schedules import tree_in
 from streamshard.sizes import counted, some_of
@@ -24,7 +24,7 @@ STEP: Final = "step"
 _MOST_STEPS: Final = 100_000
 _WITH_A_STATE: Final = ("amsgrad", "centered", "momentum")
 """Settings of torch's optimizers that add a state, without which the next step fails."""
-_UNLIKE: Final = COUNTED_SETTINGS | {"params", "initial_lr"}
+_UNLIKE: Final = COUNTED_SETTINGS | OF_SCHEDULERS | {"params"}
 """Keys of a param group that come and go with a scheduler, or with the first step."""
 
 

@@ -21,6 +21,7 @@ from streamshard.formats.dcp.dcp_writer import value_item
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import Node
 from streamshard.grafting.job_state import GraftedState, grafted_state
+from streamshard.grafting.requirements import require_same_settings
 from streamshard.grafting.schedules import grafted_scheduler_file
 from tests.grafting.model_parts import Training, inert, model_part, settings
 
@@ -164,6 +165,30 @@ def test_schedulers_of_deepspeed_go_on_from_the_step(tmp_path: Path, kind: str) 
     first, *later = job.run(5)
     assert first == before.run(1)[0]
     assert later == expected(8, NEW, new)[1:]
+
+
+@pytest.mark.parametrize("kind", ["one cycle", "cyclic"])
+def test_a_momentum_goes_on_with_the_rates_that_it_is_cycled_with(
+    tmp_path: Path, kind: str
+) -> None:
+    cyclic = partial(of_torch.CyclicLR, base_lr=1e-4, max_lr=1e-2, step_size_up=6)
+    make = TORCH.get(kind, cyclic)
+    before, starting = Training(OLD, make), Training(NEW, make)
+    before.run(3)
+    for group in starting.optimizer.param_groups:
+        group["betas"] = (group["betas"][0], 0.9)
+    found = settings(grafted(before, starting, tmp_path).optimizer_file)
+    wanted = [(group["betas"][0], 0.9) for group in before.optimizer.param_groups]
+    assert [group["betas"] for group in found] == wanted
+    assert wanted[0][0] != starting.optimizer.param_groups[0]["betas"][0]
+    found = settings(grafted(before, starting, tmp_path, scheduler_of_start=True).optimizer_file)
+    assert [g["betas"] for g in found] == [g["betas"] for g in starting.optimizer.param_groups]
+
+
+def test_what_a_scheduler_puts_into_param_groups_makes_no_other_optimizer(tmp_path: Path) -> None:
+    cycle, plain = (Training(OLD, TORCH[kind]).saved(tmp_path) for kind in ("one cycle", "lambda"))
+    for old, new in ((cycle, plain), (plain, cycle)):
+        require_same_settings(old, old.groups[0], new, new.groups[0])
 
 
 class OnPlateau:
