@@ -177,7 +177,10 @@ def resharding(number: int) -> Resharding:
     kind = Resharding if second is None or second.is_narrow == first.is_narrow else Casting
     versions = [rnd.choice(["", "", "", *OLD]) for _ in range(2)]
     for at, used in enumerate((first, second or first)):
-        if is_narrow or not NEW_KEYS.isdisjoint(used.ds_overrides["zero_optimization"]):
+        zero = used.ds_overrides["zero_optimization"]
+        # The end of an engine of 0.14.5 fails then: it deletes a buffer that it has not made.
+        fails = used.zero_stage == 3 and zero.get("contiguous_gradients") is False
+        if is_narrow or not NEW_KEYS.isdisjoint(zero) or (fails and versions[at] == "0.14.5"):
             versions[at] = ""
     return kind(
         first, rnd.randint(1, 6), rnd.randint(1, 6), resume=second,
