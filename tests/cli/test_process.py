@@ -65,22 +65,30 @@ def test_a_signal_while_modules_load_is_no_traceback(
 
 
 HIDDEN = """
-import os, signal, sys
+import os, signal, sys, time
 from streamshard.cli import main
-def run(arguments):
+def locked():
     try:
         os.kill(os.getpid(), signal.SIGTERM)
     except KeyboardInterrupt:
         raise RuntimeError("release unlocked lock")
+class Deleted:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+def run(arguments):
+    {begun}
+    time.sleep(60)
 load = main.registry.load
 main.registry.load = lambda name: run if name.endswith(":run_newest") else load(name)
 sys.exit(main.main(["newest", "."]))
 """
-"""What `threading.Condition` does if a signal comes while it takes its lock."""
+"""A signal comes while `threading.Condition` takes its lock, or while an object is deleted."""
 
 
-def test_an_error_that_a_signal_causes_is_the_signal() -> None:
-    done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True)
+@pytest.mark.parametrize("begun", ["locked()", "Deleted()"])
+def test_an_error_that_a_signal_causes_is_the_signal(begun: str) -> None:
+    program = HIDDEN.replace("{begun}", begun)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (143, "streamshard: interrupted by SIGTERM\n")
 
 
