@@ -57,6 +57,7 @@ from streamshard.model import ITEMSIZE, ZeroLayout
 from streamshard.operations.compact.compact_status import _read_tags
 from streamshard.operations.compact.receipts import ArchivedTag
 from streamshard.operations.compact.tag_health import HealthRecord
+from streamshard.registry import RARE_KINDS, load
 from streamshard.source.suspicion import suspicions
 from streamshard.transfer.run_identity import is_header
 
@@ -326,6 +327,7 @@ class Harness:
             path.parent.mkdir(parents=True, exist_ok=True)
         for encoding in ("raw_unicode_escape", "utf-8-sig"):
             codecs.lookup(encoding)  # imported on first use
+        load(RARE_KINDS)  # the same
         # Such a hook can never be taken away again.
         sys.addaudithook(self._watch)
 
