@@ -125,6 +125,11 @@ class _ByRules(Assembly):
         whole = (one for one in new.groups if one.number == group.number)
         members = {name: origins[name] for one in whole for name in one.params}
         sources = [owner[o.source] for o in members.values() if o.source and o.state == MASTER]
+        for dtype in sorted({one.master_dtype for one in sources} - {group.master_dtype}):
+            self._notes.append(
+                f"Master weights are {dtype} in SRC, and {group.master_dtype} in START: they are "
+                "cast, and so are their states when the engine loads them."
+            )
         kept = {n: owner[str(o.source)] for n, o in members.items() if o.keeps_states}
         if not kept:
             return sources[0].number if self._rules.is_fresh and sources else None, group.states

@@ -85,6 +85,24 @@ def test_an_optimizer_that_keeps_one_state_more_is_refused(tmp_path: Path) -> No
     assert jobs.graft(fresh_states=True)
 
 
+def _in_16_bits(file: dict[str, Any]) -> None:
+    key, state = "single_partition_of_fp32_groups", file["optimizer_state_dict"]
+    state[key] = [partition.bfloat16() for partition in state[key]]
+
+
+def test_master_weights_of_another_dtype_are_told_to_be_cast(tmp_path: Path) -> None:
+    jobs = write(tmp_path, (2, 2))
+    for path in jobs.start.glob("*/*_optim_states.pt"):
+        fabricated.edit(path, _in_16_bits)
+    made = streamshard.graft(jobs.source, jobs.start, tmp_path / "out", verify=True)
+    (told,) = (note for note in made.notes if "they are cast" in note)
+    assert told.startswith("Master weights are float32 in SRC, and bfloat16 in START")
+    found = tensors_of(tmp_path / "out")
+    for name in jobs.old.shapes:
+        kept = jobs.kept(name)
+        assert differing(found, name, {**kept, "fp32": kept["fp32"].bfloat16()}) == []
+
+
 def test_muon_is_refused(tmp_path: Path) -> None:
     jobs = write(tmp_path)
     muon = fabricated.write(MUON, tmp_path / "muon")
