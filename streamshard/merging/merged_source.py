@@ -75,14 +75,16 @@ class Merging:
                 message = f"{difference.message}: the file of a layer is no copy of its module, so"
                 raise DisagreementError(f"{message} what it holds is unknown", path=base.place)
         for source, index in zip(self.sources, self._indices, strict=True):
-            pairs = [] if source is base else list(self._kept_pairs(source, index))
-            if not pairs:
+            if source is base:
                 continue
+            pairs, unlike = list(self._kept_pairs(source, index)), list(self._unlike(source, index))
             outcome = compare(base, source, pairs, memory, progress, phase=COMPARING).require_read()
-            if names := [difference.name for difference in outcome.differences]:
-                self._require_not_quantized(source, [p.tensor for p in pairs if p.name in names])
+            names = [difference.name for difference in outcome.differences]
+            self._require_not_quantized(source, [p.tensor for p in pairs if p.name in names])
+            if names := [*names, *unlike]:
+                kinds = "values, dtypes or shapes" if unlike else "values"
                 notes.append(
-                    f"{source.place} has other values of {some_of(names, _MOST_NAMED)}: buffers "
+                    f"{source.place} has other {kinds} of {some_of(names, _MOST_NAMED)}: buffers "
                     f"and frozen weights are not averaged, and are those of {base.place}. "
                     "Statistics of activations, as BatchNorm keeps, have to be computed again."
                 )
@@ -177,16 +179,26 @@ class Merging:
 
     def _kept_pairs(self, source: Source, index: Mapping[_Key, int]) -> Iterator[Pair]:
         """Pair the tensors of the module that are not averaged with those of another checkpoint."""
-        made = {*self.averaged, *(c for _, rows in self._groups for c in self._copied(rows))}
-        for key, row in self._indices[self.newest].items():
-            tensor, source_row = self._tensor(row), index.get(key)
-            if tensor.state != MODULE or row in made or source_row is None:
-                continue
-            counterpart = source.checkpoint.tensors[source_row]
-            if (counterpart.dtype, counterpart.shape) == (tensor.dtype, tensor.shape):
+        for row, source_row in self._kept(index):
+            tensor = self._tensor(row)
+            if _has_form(source.checkpoint.tensors[source_row], tensor):
                 left, right = (SideElements(number, tensor.dtype) for number in (row, source_row))
                 size, name = ITEMSIZE[tensor.dtype], f"'{tensor.name}'"
                 yield Pair(name, left, right, tensor.numel, tensor.dtype, size, tensor)
+
+    def _unlike(self, source: Source, index: Mapping[_Key, int]) -> Iterator[str]:
+        """Yield the names of those that another checkpoint has in another dtype or shape."""
+        for row, source_row in self._kept(index):
+            tensor = self._tensor(row)
+            if not _has_form(source.checkpoint.tensors[source_row], tensor):
+                yield f"'{tensor.name}'"
+
+    def _kept(self, index: Mapping[_Key, int]) -> Iterator[tuple[int, int]]:
+        """Yield the tensors of the module that are not averaged, and the same of a checkpoint."""
+        averaged = {*self.averaged, *(c for _, rows in self._groups for c in self._copied(rows))}
+        for key, row in self._indices[self.newest].items():
+            if self._tensor(row).state == MODULE and row not in averaged and key in index:
+                yield row, index[key]
 
     def _copied(self, members: Sequence[int]) -> Iterator[int]:
         for pairs in self._copies(members).values():
@@ -275,6 +287,10 @@ def _is_alike(
     is_flat = own.layout.bf16_optimizer or theirs.layout.bf16_optimizer
     both = {one.shape, other.shape}
     return len(both) == 1 or (is_flat and one.numel == other.numel and (one.numel,) in both)
+
+
+def _has_form(tensor: LogicalTensor, wanted: LogicalTensor) -> bool:
+    return (tensor.dtype, tensor.shape) == (wanted.dtype, wanted.shape)
 
 
 def _listed(keys: Sequence[_Key]) -> str:

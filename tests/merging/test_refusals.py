@@ -312,6 +312,19 @@ def test_buffers_and_frozen_weights_are_the_newest_s_and_differences_are_told(
     compare(tmp_path / "out" / "global_step6", write(job, tmp_path / "w", "t") / "t")
 
 
+@pytest.mark.parametrize("other", [torch.ones(9), torch.ones(4, dtype=torch.float64)])
+def test_buffers_of_another_dtype_or_shape_are_told(other: torch.Tensor, tmp_path: Path) -> None:
+    older, newer = save([Job(step=5), Job(step=6)], tmp_path)
+
+    def change(model: dict[str, Any]) -> None:
+        model["module"]["rotary.inv_freq"] = other
+
+    edit(older / "mp_rank_00_model_states.pt", change)
+    done = streamshard.merge([older, newer], tmp_path / "out")
+    message = f"{older} has other values, dtypes or shapes of 'rotary.inv_freq': buffers and"
+    assert [note for note in done.notes if note.startswith(message)]
+
+
 def test_files_of_weights_that_lie_beside_are_left_out(two: list[Path], tmp_path: Path) -> None:
     """As HF Trainer writes them next to the tag: they would be those of one checkpoint."""
     run = two[1].parent
