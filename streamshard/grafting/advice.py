@@ -23,18 +23,36 @@ def renames(new: Mapping[str, Shape], old: Mapping[str, Shape]) -> dict[str, str
     >>> renames({"base.q.layer.weight": (4,), "a": (2,)}, {"q.weight": (4,), "b": (2,)})
     {'base.q.layer.weight': 'q.weight'}
     """
-    alike: dict[object, list[str]] = {}
-    for name, shape in old.items():
-        alike.setdefault(_key(name, shape), []).append(name)
-    fitting = {
-        name: [other for other in alike.get(_key(name, shape), ()) if _is_wrapped(name, other)]
-        for name, shape in new.items()
-    }
+    fitting = _fitting(new, old)
     uses = Counter(other for others in fitting.values() for other in others)
     return {
         name: others[0]
         for name, others in fitting.items()
         if len(others) == 1 and uses[others[0]] == 1
+    }
+
+
+def comment_on(new: Mapping[str, Shape], old: Mapping[str, Shape]) -> list[str]:
+    """Return a comment if several new names are an old one with further parts."""
+    several: dict[str, list[str]] = {}
+    for name, others in _fitting(new, old).items():
+        for other in others:
+            several.setdefault(other, []).append(name)
+    for other, names in several.items():
+        if len(names) > 1:
+            message = f"# SRC's '{other}' may be '{names[0]}' or '{names[1]}': to keep what it"
+            return [f"{message} learned, write 'copy {names[0]} <- {other}' in place of 'new'."]
+    return []
+
+
+def _fitting(new: Mapping[str, Shape], old: Mapping[str, Shape]) -> dict[str, list[str]]:
+    """Return new name → the old names of which it may be one."""
+    alike: dict[object, list[str]] = {}
+    for name, shape in old.items():
+        alike.setdefault(_key(name, shape), []).append(name)
+    return {
+        name: [other for other in alike.get(_key(name, shape), ()) if _is_wrapped(name, other)]
+        for name, shape in new.items()
     }
 
 

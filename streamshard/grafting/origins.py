@@ -9,7 +9,7 @@ from typing import Final, Self
 from streamshard.errors import Option, UsageError
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.deepspeed import names as deepspeed_names
-from streamshard.grafting.advice import lines_for, lines_of_moves, renames
+from streamshard.grafting.advice import comment_on, lines_for, lines_of_moves, renames
 from streamshard.grafting.rules import DROP, FREEZE, FRESH, MOVE, NEW, ROWS, THAW, Choice, Rules
 from streamshard.model import MASTER, MODULE
 
@@ -76,7 +76,7 @@ class Inventory:
     def joined(cls, parts: Iterable[Self]) -> Self:
         """Return the names and shapes of all parts; a name in several has the last one's shape."""
         trained, untrained, tied = dict[str, Shape](), dict[str, Shape](), dict[str, str]()
-        unsaved, frozen, lacks_frozen = set[str](), set[str](), False
+        unsaved, frozen, lacks_frozen, exact = set[str](), set[str](), False, dict[str, str]()
         for part in parts:
             trained |= part.trained
             untrained |= part.untrained
@@ -84,8 +84,9 @@ class Inventory:
             unsaved |= part.unsaved
             frozen |= part.frozen
             lacks_frozen |= part.lacks_frozen
+            exact |= part.exact
         sets = frozenset(unsaved), frozenset(frozen)
-        return cls(trained, untrained, *sets, lacks_frozen, tied=tied)
+        return cls(trained, untrained, *sets, lacks_frozen, exact=exact, tied=tied)
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -157,7 +158,7 @@ class Matching:
                 self.need(NEW, name)
             label = UNSAVED if is_unsaved and NEW not in choice.words else choice.label
             return Origin(label, is_warm=choice.is_warm)
-        if self.source.exact.get(choice.source) != self.start.exact.get(name):
+        if not self._fits_dtype(name, choice.source):
             self.need(NEW, name)
             return Origin(choice.label)
         state, old_shape = taken
@@ -229,23 +230,36 @@ class Matching:
     def _copies_and_moves(self) -> tuple[dict[str, str], dict[str, str]]:
         """Take from what is needed the pairs that are, or look like, one parameter by two names."""
         here, there = self.start.shapes, self.source.shapes
-        new = {name: here[name] for name in self.needed.get(NEW, ()) if name in here}
+        new, old = self._unmatched()
         # No file says which frozen weights SRC left out: it may have these by other names.
         new |= {name: here[name] for name in here if self._may_be_renamed(name)}
-        old = {name: there[name] for name in self.needed.get(DROP, ()) if name in there}
         copies = {name: tie for name in new if (tie := self._tied_to(name)) is not None}
         for side, names in ((new, copies.keys()), (old, {*copies.values()})):
             for name in side.keys() & names:
                 del side[name]
         moves = renames(new, old)
-        for name, other in {**copies, **moves}.items():
+        # A wrapper may have untied what it renamed, as PEFT's modules_to_save does.
+        rest = {name: shape for name, shape in new.items() if name not in moves}
+        ties = {tie: there[held] for tie, held in self.source.tied.items() if held in there}
+        copies |= {name: self.source.tied[tie] for name, tie in renames(rest, ties).items()}
+        copies |= {name: other for name, other in moves.items() if other in copies.values()}
+        both = {n: other for n, other in {**moves, **copies}.items() if self._fits_dtype(n, other)}
+        for name, other in both.items():
             self.needed.get(NEW, {}).pop(name, None)
             self.needed.get(DROP, {}).pop(other, None)
             if (name in self.start.trained) != (other in self.source.trained):
                 self.need(THAW if name in self.start.trained else FREEZE, name)
             if here[name] != there[other]:
                 self.need(ROWS, name)
-        return copies, moves
+        copies = {name: other for name, other in both.items() if name in copies}
+        return copies, {name: other for name, other in both.items() if name not in copies}
+
+    def _unmatched(self) -> tuple[dict[str, Shape], dict[str, Shape]]:
+        """Return what is new in START without a rule, and what SRC alone has, with their shapes."""
+        here, there = self.start.shapes, self.source.shapes
+        unnamed = (n for n in self.needed.get(NEW, ()) if not self.rules.choice(n).naming)
+        new = {name: here[name] for name in unnamed if name in here}
+        return new, {name: there[name] for name in self.needed.get(DROP, ()) if name in there}
 
     def _may_be_renamed(self, name: str) -> bool:
         """Tell whether a frozen weight is taken for unsaved, though no file names it."""
@@ -258,9 +272,14 @@ class Matching:
         shape, shapes = self.start.shapes[name], self.source.shapes
         there = (tie for tie, held in self.start.tied.items() if held == name)
         for other in filter(shapes.__contains__, (self.source.tied.get(name, ""), *there)):
-            if len(shapes[other]) == len(shape) and shapes[other][1:] == shape[1:]:
+            is_alike = len(shapes[other]) == len(shape) and shapes[other][1:] == shape[1:]
+            if is_alike and self._fits_dtype(name, other):
                 return other
         return None
+
+    def _fits_dtype(self, name: str, other: str) -> bool:
+        """Tell whether a tensor of START may have the values of one of SRC, as far as dtypes go."""
+        return self.source.exact.get(other) == self.start.exact.get(name)
 
     def refusal(self) -> UsageError:
         """Return an error whose notes are the rules that would name all differences."""
@@ -271,6 +290,7 @@ class Matching:
         lines += lines_of_moves(moves, start)
         names = {word: source if word == DROP else start for word in self.needed}
         lines += lines_for(self.needed, names)
+        lines += comment_on(*self._unmatched())
         lines += [_OTHER_RANK] * self.has_other_rank
         message = f"{count:,} tensors of SRC and START differ, and no rule names them. Look at each"
         error = UsageError(f"{message} of these lines, and put them into a file of rules:")

@@ -188,7 +188,30 @@ def test_what_only_looks_alike_is_not_moved(
 ) -> None:
     with pytest.raises(UsageError) as refused:
         origins_of(Inventory(old, {}), Inventory(new, {}), Rules())
-    assert refused.value.__notes__ == [f"new {name}" for name in new] + [f"drop {n}" for n in old]
+    wanted = [f"new {name}" for name in new] + [f"drop {n}" for n in old]
+    assert [line for line in refused.value.__notes__ if not line.startswith("#")] == wanted
+
+
+def test_a_comment_tells_how_one_of_several_new_names_is_kept() -> None:
+    old, new = Inventory({"w": (3,)}, {}), Inventory({"base.w": (3,), "copy.w": (3,)}, {})
+    with pytest.raises(UsageError) as refused:
+        origins_of(old, new, Rules())
+    (comment,) = (line for line in refused.value.__notes__ if line.startswith("#"))
+    assert "'w' may be 'base.w' or 'copy.w'" in comment
+    assert "'copy base.w <- w'" in comment
+    assert origins_of(old, new, Rules.of("copy base.w <- w\nnew copy.w"))
+
+
+def test_what_a_wrapper_has_renamed_and_untied_is_copied() -> None:
+    old = Inventory({"embed.w": (4, 2)}, {}, tied={"head.w": "embed.w"})
+    new = Inventory({"base.head.saved.w": (4, 2)}, {"base.embed.w": (4, 2)})
+    with pytest.raises(UsageError) as refused:
+        origins_of(old, new, Rules())
+    assert refused.value.__notes__ == [
+        "copy base.embed.w <- embed.w", "copy base.head.saved.w <- embed.w", "freeze base.embed.w",
+    ]  # fmt: skip
+    found = origins_of(old, new, Rules.of("\n".join(refused.value.__notes__)))
+    assert {origin.source for origin in found.values()} == {"embed.w"}
 
 
 def test_an_adapter_of_another_rank_is_new_unless_a_rule_says_otherwise() -> None:
@@ -252,6 +275,21 @@ def test_what_is_tied_is_copied_by_its_other_name(
     assert refused.value.__notes__ == ["copy head <- embed", *lines]
     found = origins_of(old, new, Rules.of("\n".join(refused.value.__notes__)))
     assert found["head"].source == "embed"
+
+
+@pytest.mark.parametrize(
+    ("name", "ties", "lines"),
+    [("head", TIES, ["new head", "drop embed"]), ("x.embed", {}, ["new x.embed", "drop embed"])],
+)
+def test_integers_of_another_dtype_are_neither_copied_nor_moved(
+    name: str, ties: dict[str, str], lines: list[str]
+) -> None:
+    old = Inventory({}, EMBED, exact={"embed": "int64"}, tied=ties)
+    new = Inventory({}, {name: (4, 2)}, exact={name: "int32"})
+    with pytest.raises(UsageError) as refused:
+        origins_of(old, new, Rules())
+    assert refused.value.__notes__ == lines
+    assert origins_of(old, new, Rules.of("\n".join(lines)))[name] == Origin("new")
 
 
 def test_a_rule_for_a_tied_name_is_refused_with_the_name_that_has_the_values() -> None:
