@@ -41,7 +41,8 @@ def comment_on(new: Mapping[str, Shape], old: Mapping[str, Shape]) -> list[str]:
     for other, names in several.items():
         if len(names) > 1:
             message = f"# SRC's '{other}' may be '{names[0]}' or '{names[1]}': to keep what it"
-            return [f"{message} learned, write 'copy {names[0]} <- {other}' in place of 'new'."]
+            message = f"{message} learned, write 'copy {names[0]} <- {other}' in place of 'new' and"
+            return [f"{message} 'drop'."]
     return []
 
 
