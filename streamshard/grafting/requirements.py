@@ -55,7 +55,8 @@ def require_alike(trained: Source, begun: Source, *, is_fresh: bool) -> None:
             message = "trained by Muon, which makes its momentum when the engine is built; give"
             raise UnsupportedError(f"{message} {Option('fresh_states', True)}", path=opened.path)
     named = [_optimizer_of(one) for one in (source, start)]
-    if None not in named and named[0] != named[1]:
+    kinds = {"adam" if name == "adamw" else name for name in named}  # their states are the same
+    if None not in named and len(kinds) > 1:
         message = f"START's optimizer is {named[1]}, SRC's {named[0]}: their states differ; give"
         raise UsageError(f"{message} {Option('fresh_states', True)}")
 

@@ -1,6 +1,7 @@
 """`graft`: each rule, at each stage, against the values that both jobs had."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,24 @@ def test_master_weights_of_another_dtype_are_told_to_be_cast(tmp_path: Path) -> 
         assert differing(found, name, {**kept, "fp32": kept["fp32"].bfloat16()}) == []
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "goes_on"),
+    [("AdamW", "Adam", True), ("Adam", "AdamW", True), ("Adam", "SGD", False)],
+)
+def test_an_optimizer_of_another_kind_is_refused(
+    tmp_path: Path, before: str, after: str, goes_on: bool
+) -> None:
+    jobs = write(tmp_path, (2, 2))
+    for place, kind in ((jobs.source, before), (jobs.start, after)):
+        for path in place.glob("*/*_states.pt"):
+            fabricated.edit(path, partial(_set, {"optimizer": {"type": kind}}))
+    if goes_on:
+        assert differing(jobs.graft(), "embed.weight", jobs.kept("embed.weight")) == []
+    else:
+        with pytest.raises(UsageError, match="START's optimizer is sgd, SRC's adam"):
+            jobs.graft()
+
+
 def test_muon_is_refused(tmp_path: Path) -> None:
     jobs = write(tmp_path)
     muon = fabricated.write(MUON, tmp_path / "muon")
@@ -188,7 +207,7 @@ def test_a_scheduler_without_end_is_left_out(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "scheduler.pt").exists()
 
 
-def _set(sizes: dict[str, int], file: dict[str, Any]) -> None:
+def _set(sizes: Mapping[str, object], file: dict[str, Any]) -> None:
     file["ds_config"].update(sizes)
 
 
