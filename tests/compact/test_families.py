@@ -12,6 +12,8 @@ import torch
 
 import streamshard as api
 from streamshard.errors import IncompleteError, SourceError, UsageError
+from streamshard.operations.compact.archive import archive_tag
+from streamshard.operations.compact.run_context import RunContext
 from tests.cli.conftest import streamshard
 from tests.compact.runs import NO_GRACE, actions, age, bits, later, make_run, receipt_of, save
 from tests.fabricated import client_state
@@ -174,9 +176,30 @@ def test_a_state_that_may_name_the_best_stops_the_night(output: Path, archive: P
     for data in ("{", "[]", "{}", '{"best_model_checkpoint": 5}'):
         (output / "checkpoint-200" / "trainer_state.json").write_text(data)
         before = bits(output)
-        with pytest.raises(SourceError, match="checkpoint-200/trainer_state"):
+        with pytest.raises(SourceError, match=r"checkpoint-200/trainer_state.*its directory away"):
             compact(output, archive, delete=True, min_age=timedelta(0))
         assert before.items() <= bits(output).items(), data
+    (output / "trainer_state.json").write_text("{")
+    with pytest.raises(SourceError, match=r"output/trainer_state.*move it away"):
+        compact(output, archive)
+
+
+def test_one_that_the_job_removes_meanwhile_is_said_to_be_gone(
+    output: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotated = output / "checkpoint-100"
+
+    def late(context: RunContext, tag: str, *given: Any, **named: Any) -> object:  # noqa: ANN401
+        if rotated.exists():
+            shutil.rmtree(rotated)
+        return archive_tag(context, tag, *given, **named)
+
+    monkeypatch.setattr("streamshard.operations.compact.compact.archive_tag", late)
+    found = compact(output, archive, delete=True)
+    (problem,) = found.problems
+    assert (problem.tag, problem.action) == (rotated.name, "ambiguous")
+    assert problem.reason == f"{rotated}: removed while this run went on"
+    assert actions(found)["checkpoint-200"] == "trashed"
 
 
 def test_a_file_that_no_archive_would_hold_keeps_the_checkpoint(

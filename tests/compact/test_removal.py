@@ -191,7 +191,9 @@ def test_nothing_is_brought_back_that_is_another_save(run: Path, archive: Path) 
 def test_a_name_that_is_no_text_is_told(run: Path, archive: Path) -> None:
     (run / FIRST).rename(run / "global\nstep80")
     found = api.compact(run, archive, delete=True, keep_last=2)
-    assert actions(found)["global\nstep80"] == "ambiguous"
+    (problem,) = found.problems
+    assert (problem.tag, problem.action) == ("global\nstep80", "ambiguous")
+    assert problem.reason.endswith("rename it")  # no command line names it
     assert (run / "global\nstep80").is_dir()
 
 
@@ -207,6 +209,12 @@ def test_a_mount_that_is_gone_is_nothing_deleted(run: Path, archive: Path, tmp_p
         api.compact(run, archive, delete=True)
     assert caught.value.exit_code == 3
     assert bits(archive) == before
+
+
+def test_a_file_in_the_trash_is_no_tag(run: Path, archive: Path) -> None:
+    (run / TRASH).mkdir()
+    (run / TRASH / ".DS_Store").touch()
+    assert actions(api.compact(run, archive, delete=True))[FIRST] == "trashed"
 
 
 @pytest.mark.usefixtures("trashed")

@@ -303,7 +303,11 @@ class CompactRun:
         tag, options, context = outcome.tag, self._options, self._context
         match outcome.action:
             case receipts.ARCHIVED | receipts.TRASHED:
-                return self._archive(outcome)
+                try:
+                    return self._archive(outcome)
+                except SourceError:
+                    self._require_there(tag)
+                    raise
             case receipts.PURGED:
                 return self._purge(outcome)
             case receipts.WEIGHTS_ONLY:
@@ -318,6 +322,13 @@ class CompactRun:
             case compact_report.BROUGHT_BACK:
                 bring_back(context, tag)
         return outcome
+
+    def _require_there(self, tag: str) -> None:
+        """Say of a tag that cannot be read if a job that keeps only a few tags has removed it."""
+        context = self._context
+        is_same = identity_of(context.run_dir) == context.identity
+        if is_same and not is_there(context.run_dir / tag):
+            raise IncompleteError(f"{context.run_dir / tag}: removed while this run went on")
 
     def _archive(self, outcome: CompactedTag) -> CompactedTag:
         """Archive a tag if it is not archived yet, and move it to the trash if it is to go."""
@@ -357,8 +368,8 @@ class CompactRun:
         try:
             unchanged(receipt, self._context.run_dir / tag)
         except SourceError as error:
-            message = f"{error}. {store} may be of another save, so this one is kept"
-            raise CorruptFileError(f"{message}; move one of them away") from error
+            message = f"{error}. {store} may be of another save, so this one is kept; move this"
+            raise CorruptFileError(f"{message} away, or the archive and its receipt") from error
         return receipt
 
     def _purge(self, outcome: CompactedTag) -> CompactedTag:
@@ -455,7 +466,7 @@ def _acknowledged(context: RunContext, tag: Tag) -> tuple[bool, str]:
     before = _Acknowledgement.read(_path(context, tag))
     if before is not None and before == _Acknowledgement.of(tag, before.at):
         return True, f"; acknowledged {before.at[:10]}"
-    if tag.is_denied:
+    if tag.is_denied or not names.is_tag(tag.name):  # a name that nobody can type is changed
         return False, ""
     dirs = context.run_dir, context.archive_dir
     advice = f"To leave it as it is: {command('compact', *dirs, acknowledge=tag.name)}"

@@ -28,7 +28,14 @@ from streamshard.io.page_cache import drop_cached
 from streamshard.io.place import place_of
 from streamshard.layout.memory_plan import COMPARING_BYTES
 from streamshard.operations.compact import omissions
-from streamshard.operations.compact.receipts import ArchivedTag, Check, CheckLog, Receipt
+from streamshard.operations.compact.receipts import (
+    DROPPING,
+    PURGED,
+    ArchivedTag,
+    Check,
+    CheckLog,
+    Receipt,
+)
 from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import change_digest
 from streamshard.operations.repartition.repartition import prepare
@@ -40,7 +47,6 @@ from streamshard.transfer.plan import plan_opened
 
 _REBUILT: Final = f"{names.OWN_PREFIX}.rebuilt"
 _RUN: Final = "run"
-_UNDELETE: Final = Option("undelete")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +166,11 @@ def same_archive(receipt: Receipt, archived: ArchivedTag) -> str:
         message = (
             f"{archived.sums}: not the list of the archive that was compared with {receipt.tag}"
         )
-        raise CorruptFileError(f"{message}; put that back, or {_UNDELETE} it and run again")
+        advice = "put that back"
+        if receipt.state not in (PURGED, DROPPING):
+            back = Option("undelete", [receipt.tag])
+            advice += f", or {back}, move its archive and receipt away, and run again"
+        raise CorruptFileError(f"{message}; {advice}")
     return receipt.sums_sha256
 
 

@@ -373,7 +373,7 @@ def _best_of(output_dir: Path, checkpoints: Sequence[Path]) -> Mapping[str, str]
     files: dict[str, str] = {}
     for directory in (output_dir, *checkpoints):
         path = directory / TRAINER_STATE
-        for name in _best(path):
+        for name in _best(path, "it" if directory == output_dir else "its directory"):
             files[name] = path.relative_to(output_dir).as_posix()
     return files
 
@@ -393,7 +393,7 @@ def _called_best(opened: Source) -> tuple[str, ...]:
     return tuple(best_names)
 
 
-def _best(path: Path) -> Iterator[str]:
+def _best(path: Path, moves: str) -> Iterator[str]:
     with source_errors(path):
         if not lexists(path):
             return
@@ -409,4 +409,4 @@ def _best(path: Path) -> Iterator[str]:
             yield f"checkpoint-{step}"
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         message = f"{path}: cannot be read ({error!r:.80}), and may name the best checkpoint"
-        raise CorruptFileError(f"{message}; move its directory away") from error
+        raise CorruptFileError(f"{message}; move {moves} away") from error

@@ -40,7 +40,10 @@ def accounted_for(source: Source, root: Path) -> str:
                 continue
             count += 1
             if not entry.status().is_file or entry.path not in paths:
-                raise UnsupportedError(f"{entry.path}: would not be in an archive; move it away")
+                advice = "move it away"
+                if entry.is_link:  # which may stand for a file that the tag needs
+                    advice = f"put its target there, or keep the tag with {Option('keep_tags')}"
+                raise UnsupportedError(f"{entry.path}: would not be in an archive; {advice}")
     return counted(count, "file")
 
 

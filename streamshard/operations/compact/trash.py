@@ -11,7 +11,14 @@ from typing import Final
 from streamshard.errors import Option, TargetError, TargetExistsError, UsageError
 from streamshard.formats.deepspeed import names
 from streamshard.io.changes import make_directory, remove, rename, sync_path
-from streamshard.io.entries import examine, is_link, is_real_directory, lexists, paths_in
+from streamshard.io.entries import (
+    examine,
+    is_directory,
+    is_link,
+    is_real_directory,
+    lexists,
+    paths_in,
+)
 from streamshard.io.files import target_errors
 
 _TRASH: Final = f"{names.OWN_PREFIX}.trash"
@@ -50,8 +57,8 @@ class Trash:
                 found = list(paths_in(directory))
             except FileNotFoundError:
                 return []
-            kept = (path.name for path in found if not path.name.startswith(names.OWN_PREFIX))
-            return sorted(map(names.unflat, kept))
+            there = [path for path in found if not path.name.startswith(names.OWN_PREFIX)]
+            return sorted(names.unflat(path.name) for path in there if is_directory(path))
 
     def path_of(self, tag: str) -> Path:
         """Return the path of a tag in the trash, whether it is there or not."""
