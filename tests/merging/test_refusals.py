@@ -212,6 +212,20 @@ def test_dumps_and_models_are_refused_where_a_job_resumes(tmp_path: Path) -> Non
             streamshard.merge(sources, tmp_path / "out", format="safetensors")
 
 
+@pytest.mark.parametrize("options", [{}, {"format": "universal"}])
+def test_what_a_job_lacks_is_supplied_first(options: dict[str, Any], tmp_path: Path) -> None:
+    """`merge` has no option for a reference, so it advises the command that has one."""
+    runs = [write(Job(step=step), tmp_path / f"run{step}") for step in (5, 6)]
+    newest = tmp_path / "dcp"
+    streamshard.export(runs[1], newest, format="dcp")
+    with pytest.raises(UnsupportedError) as refusal:
+        streamshard.merge([runs[0], newest], tmp_path / "out", **options)
+    advice = f" by streamshard repartition {newest} OUT --world-size N --like RUN"
+    assert str(refusal.value).endswith(advice)
+    streamshard.repartition(newest, tmp_path / "OUT", world_size=2, like=runs[1])
+    streamshard.merge([runs[0], tmp_path / "OUT"], tmp_path / "out", **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32, torch.uint8])
 def test_quantized_weights_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     """A mean of their scales alone, next to the weights of one of them, would be of no model."""
