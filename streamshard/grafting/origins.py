@@ -283,6 +283,9 @@ class Matching:
 
     def refusal(self) -> UsageError:
         """Return an error whose notes are the rules that would name all differences."""
+        for word in (ROWS, THAW, FREEZE, FRESH):  # what is new has no other rule
+            for name in self.needed.get(NEW, ()):
+                self.needed.get(word, {}).pop(name, None)
         count = sum(map(len, self.needed.values()))
         start, source = [*self.start.shapes], [*self.source.shapes]
         copies, moves = self._copies_and_moves()
