@@ -55,13 +55,15 @@ def test_an_adapter_has_its_own_names_and_files(stage: int, form: str, tmp_path:
     assert held.keys() == NAMES.keys()
     assert all(torch.equal(held[to], job.values("fp32", name)) for to, name in NAMES.items())
     assert any("base model's: " in note and "base_layer" in note for note in report.notes)
+    assert not any("PEFT's model" in note for note in report.notes)
     streamshard.export(source, out, adapter=True, format=form, overwrite=True)
 
 
 def test_a_whole_model_does_not_take_the_config_of_an_adapter(tmp_path: Path) -> None:
     """`from_pretrained` would add the adapter to it a second time."""
-    streamshard.export(run(JOB, tmp_path), tmp_path / "out")
+    report = streamshard.export(run(JOB, tmp_path), tmp_path / "out")
     assert not (tmp_path / "out" / CONFIG).exists()
+    assert any("PEFT's model" in note and "adapter=True" in note for note in report.notes)
 
 
 def test_a_missing_config_is_told(tmp_path: Path) -> None:

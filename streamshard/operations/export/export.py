@@ -26,6 +26,7 @@ from streamshard.operations.export.weights import (
     Weight,
     WeightFiles,
     Weights,
+    about_adapter,
     adapter_weights,
     choose_weights,
 )
@@ -173,7 +174,8 @@ def _weights(source: Source, options: ExportOptions) -> Output:
     files = WeightFiles(
         chosen.weights, options.format, options.max_shard_size, is_adapter=options.adapter
     )
-    notes = (*chosen.notes, *_tied(chosen, options.format), *sidecars.notes)
+    adapter = () if options.adapter else about_adapter(chosen)
+    notes = (*chosen.notes, *_tied(chosen, options.format), *adapter, *sidecars.notes)
     made = ExportWriter.of(files, sidecars)
     return _output(made, options, len(chosen.weights), notes, chosen.wide)
 

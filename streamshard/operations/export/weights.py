@@ -321,6 +321,18 @@ def adapter_weights(chosen: Weights, checkpoint: Checkpoint) -> Weights:
     return replace(chosen, weights=tuple(taken), notes=notes)
 
 
+def about_adapter(chosen: Weights) -> Iterator[str]:
+    """Say that a base model's class has other names than PEFT's model around it."""
+    names = [name for weight in chosen.weights for name in weight.names]
+    if any(name.startswith(_PREFIX) and _LORA.fullmatch(name) for name in names):
+        way = f"'streamshard export' {Option('adapter', True)}"
+        yield (
+            "The names are those of PEFT's model with LoRA: AutoModel's from_pretrained passes "
+            f"over them, and begins with random weights. {way} writes what "
+            "PeftModel.from_pretrained loads."
+        )
+
+
 def _left_out(base_names: list[str], knows_trained: bool) -> Iterator[str]:
     if base_names:
         doubt = "" if knows_trained else "; no file tells what was trained"
