@@ -11,7 +11,7 @@ from typing import Any
 from deepspeed.runtime import engine as ds_engine
 from torch import distributed
 
-from streamshard.errors import SourceNotFoundError, UsageError, command
+from streamshard.errors import SourceNotFoundError, UsageError
 from streamshard.formats.zarr.store_index import is_hierarchy
 from streamshard.io.changes import stub_directory
 from streamshard.io.files import require_all_unchanged
@@ -176,9 +176,7 @@ class Loading:
                 f"{message}: run 'streamshard repartition' on them, and load what it writes with "
                 "engine.optimizer.load_state_dict"
             )
-        way = command("repartition", opened.path, "OUT", world_size="N", like="RUN")
-        what = "RUN, a ZeRO checkpoint of the job that is to resume"
-        opened.require_training_state(f"load OUT, made with {what}, by {way}")
+        opened.require_training_state("load")
         opened.require_states()
         found = live_engine.resharding_for(self._engine, opened, distributed.get_world_size())
         if is_object(opened.path) or not found.has_these_files():

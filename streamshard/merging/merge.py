@@ -10,7 +10,7 @@ from streamshard.compare.assessment import AssessedCheckpoint, RunAssessment
 from streamshard.compare.comparison import Pair
 from streamshard.engine.run.memory_limits import Limits
 from streamshard.engine.run.phases import Progress, Silent
-from streamshard.errors import IncompleteError, Option, UnsupportedError, UsageError, command
+from streamshard.errors import IncompleteError, Option, UnsupportedError, UsageError
 from streamshard.formats.deepspeed import given_config, names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.io.entries import listings_kept, resolve
@@ -164,14 +164,8 @@ def _writer_of(options: MergeOptions) -> Callable[[MergeOptions, Source], Output
     return kind
 
 
-def _first(source: Source) -> str:
-    """Say what makes files of a job of those that lack what a reference supplies."""
-    way = command("repartition", source.path, "OUT", world_size="N", like="RUN")
-    return f"merge OUT, made with RUN, a ZeRO checkpoint of the job that is to resume, by {way}"
-
-
 def _native(options: MergeOptions, source: Source) -> Output:
-    source.require_training_state(_first(source))
+    source.require_training_state("merge")
     _require_no_other_copies(source)
     file = options.ds_config_file
     wanted = given_config.read_file(as_path(file)) if file else None
@@ -186,7 +180,7 @@ def _native(options: MergeOptions, source: Source) -> Output:
 
 
 def _store(options: MergeOptions, source: Source) -> Output:
-    source.require_training_state(_first(source))
+    source.require_training_state("merge")
     _require_no_other_copies(source)
     codec, chunk_size = options.codec, options.chunk_size
     given = ConvertOptions(source.path, options.target, codec=codec, chunk_size=chunk_size)
@@ -201,7 +195,7 @@ def _weights(options: MergeOptions, source: Source) -> Output:
         message = f"{Option('states', options.states)}: weights alone have no optimizer states"
         raise UsageError(f"{message}; leave it out")
     if form == "universal":
-        source.require_training_state(_first(source))
+        source.require_training_state("merge")
     return export.prepare(export_options, source)
 
 

@@ -174,15 +174,18 @@ class Source(Reading):
         has_states = any(model_part.groups for model_part in checkpoint.model_parts)
         return bool(checkpoint.foreign) and not (self.kind.is_of_job or has_states)
 
-    def require_training_state(self, way: str = "") -> None:
-        """Refuse a source that lacks what a DeepSpeed job needs; `way`: advice without `like`."""
+    def require_training_state(self, then: str = "") -> None:
+        """Refuse a source without what a job needs; `then`: what a caller without `like` does."""
         if self.is_weights_alone:
             message = f"{self.checkpoint.foreign}, without an optimizer's state: a job begins with"
             message = f"{message} them, and resumes from nothing{self._form_advice()}"
             raise UnsupportedError(message, path=self.path)
         if self.checkpoint.foreign:
             message = f"{self.checkpoint.foreign}, which does not tell {_UNTOLD}"
-            advice = way or f"{supply()}{self._config_advice()}{self._form_advice()}"
+            advice = f"{supply()}{self._config_advice()}{self._form_advice()}"
+            if then:
+                way = command("repartition", self.path, "OUT", world_size="N", like="RUN")
+                advice = f"{then} OUT, made with RUN, a ZeRO checkpoint of that job, by {way}"
             raise UnsupportedError(f"{message}: {advice}", path=self.path)
 
     def _form_advice(self) -> str:
