@@ -5,6 +5,7 @@ import hashlib
 import io
 import os
 import shutil
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -31,6 +32,7 @@ ENV = {
     # Tests start thousands of interpreters: none is to compile what another one has compiled.
     "PYTHONDONTWRITEBYTECODE": "",
 }
+_SLOW_TO_COMPILE = "import torch, torch._dynamo, torch.distributed.tensor"
 
 
 @nox.session(python=False)
@@ -279,12 +281,16 @@ def run_shared(
     executable = str(venv / "bin" / "python")
     quiet = ("-qq", "--disable-pip-version-check")
     pip = (executable, "-m", "pip", "install", "--no-compile", *quiet)
-    if not venv.exists():
+    if is_new := not venv.exists():
         session.log("Installing torch and DeepSpeed, once; this can take some minutes.")
     with_groups = packages("engines", *(groups or []))
     which = () if python is None else ("--python", python)
     session.run_install(sys.executable, "-m", "virtualenv", "--quiet", *which, str(venv))
     session.run_install(*pip, *packages("torch"))
+    if is_new:
+        # Meanwhile Python compiles what all processes would compile at once when they begin.
+        compiling = [executable, "-c", _SLOW_TO_COMPILE]
+        subprocess.Popen(compiling, env=os.environ | ENV, stderr=subprocess.DEVNULL)  # noqa: S603
     # DeepSpeed's build asks the torch that is installed; isolated, it would fetch another one.
     session.run_install(*pip, "--no-build-isolation", "--editable=.", *with_groups, env=ENV)
     for old in packages("deepspeed-0-14", "deepspeed-0-16") if old_engines else ():

@@ -93,7 +93,15 @@ def tier(item: pytest.Item) -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out what asks engines where only the first tier runs: it takes seconds to import."""
+    """Leave out what takes seconds to import: what asks engines where only the first tier runs.
+
+    And modules of the package that show no examples.
+    """
+    if (
+        collection_path.is_relative_to(config.rootpath / "streamshard")
+        and collection_path.is_file()
+    ):
+        return collection_path.suffix != ".py" or ">>>" not in collection_path.read_text() or None
     is_left_out = collection_path == config.rootpath / ENGINES and config.option.markexpr == "first"
     return is_left_out or None
 

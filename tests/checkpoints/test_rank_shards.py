@@ -25,9 +25,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.distributed.checkpoint import save_optimizer_distributed
-from transformers.distributed.configuration_utils import DistributedConfig
 
 import streamshard
 from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError, SourceError
@@ -36,18 +33,17 @@ RANKS = 3
 SHARD = "shard-{:05d}-model-00001-of-00001.safetensors"
 
 
-def config() -> LlamaConfig:
-    """A model whose sizes no count of ranks divides."""
-    return LlamaConfig(
-        vocab_size=37,
-        hidden_size=8,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        pad_token_id=None,
-    )
+SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 8,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+}
+"""A model whose sizes no count of ranks divides."""
 
 
 def on_ranks(do: Callable[[], object], ranks: int = RANKS) -> None:
@@ -81,6 +77,10 @@ def whole(value: Any) -> Any:  # noqa: ANN401
 
 def train_and_save(root: Path) -> None:
     """Train a model of transformers, save it as it does, and besides what the saver was given."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed.checkpoint import save_optimizer_distributed
+    from transformers.distributed.configuration_utils import DistributedConfig
+
     model = LlamaForCausalLM.from_pretrained(
         root / "base", distributed_config=DistributedConfig(fsdp_size=RANKS)
     )
@@ -103,9 +103,12 @@ def train_and_save(root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Slow to import, and every process collects all tests. Ranks are forks, and find it loaded.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     root = tmp_path_factory.mktemp("made")
     torch.manual_seed(0)
-    LlamaForCausalLM(config()).save_pretrained(root / "base")
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(root / "base")
     on_ranks(partial(train_and_save, root))
     return root
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pandas
 import pytest
 
 import streamshard
@@ -16,6 +15,8 @@ COLUMNS = ["name", "shape", "dtype", "group", "numel", "states", "ranks"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_table_is_what_pandas_takes(made: Made, kind: str) -> None:
+    import pandas  # slow
+
     with streamshard.open(made(kind)) as ckpt:
         frame = pandas.DataFrame(ckpt.table())
         assert list(frame.columns) == COLUMNS

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
-from transformers.distributed.checkpoint import consolidate_distributed_checkpoint
 
 import streamshard
 from streamshard.cli.main import main
@@ -178,6 +177,8 @@ def save_parts(place: Path) -> Path:
 
 def test_whole_files_are_read_next_to_those_of_ranks(tmp_path: Path) -> None:
     """As transformers' `consolidate_distributed_checkpoint` makes them; and it is said."""
+    from transformers.distributed.checkpoint import consolidate_distributed_checkpoint  # slow
+
     place = save_parts(tmp_path / "model")
     consolidate_distributed_checkpoint(place)
     for notes in (streamshard.verify(place).notes, streamshard.inspect(place).notes):

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import xarray
 import zarr
 from numpy.typing import NDArray
 from safetensors.torch import save_file
@@ -119,6 +118,8 @@ def test_weights_alone_can_be_looked_at(tmp_path: Path) -> None:
 
 
 def test_xarray_opens_all_states_of_a_kind_at_once(made: Made) -> None:
+    import xarray  # slow
+
     with streamshard.open(made("native-3")) as opened:
         found = xarray.open_zarr(opened.zarr(), group="state/fp32", consolidated=False)
         names = {parameter.tied_to or name for name, parameter in opened.items()}
