@@ -229,37 +229,39 @@ class Matching:
 
     def _copies_and_moves(self) -> tuple[dict[str, str], dict[str, str]]:
         """Take from what is needed the pairs that are, or look like, one parameter by two names."""
-        here, there = self.start.shapes, self.source.shapes
+        new_shapes, old_shapes = self.start.shapes, self.source.shapes
         new, old = self._unmatched()
         # No file says which frozen weights SRC left out: it may have these by other names.
-        new |= {name: here[name] for name in here if self._may_be_renamed(name)}
+        new |= {name: new_shapes[name] for name in new_shapes if self._may_be_renamed(name)}
         copies = {name: tie for name in new if (tie := self._tied_to(name)) is not None}
         for side, names in ((new, copies.keys()), (old, {*copies.values()})):
             for name in side.keys() & names:
                 del side[name]
         moves = renames(new, old)
         # A wrapper may have untied what it renamed, as PEFT's modules_to_save does.
-        rest = {name: shape for name, shape in new.items() if name not in moves}
-        ties = {tie: there[held] for tie, held in self.source.tied.items() if held in there}
-        copies |= {name: self.source.tied[tie] for name, tie in renames(rest, ties).items()}
+        unmoved = {name: shape for name, shape in new.items() if name not in moves}
+        ties = {tie: old_shapes[n] for tie, n in self.source.tied.items() if n in old_shapes}
+        copies |= {name: self.source.tied[tie] for name, tie in renames(unmoved, ties).items()}
         copies |= {name: other for name, other in moves.items() if other in copies.values()}
-        both = {n: other for n, other in {**moves, **copies}.items() if self._fits_dtype(n, other)}
-        for name, other in both.items():
+        pairs = {n: other for n, other in {**moves, **copies}.items() if self._fits_dtype(n, other)}
+        for name, other in pairs.items():
             self.needed.get(NEW, {}).pop(name, None)
             self.needed.get(DROP, {}).pop(other, None)
             if (name in self.start.trained) != (other in self.source.trained):
                 self.need(THAW if name in self.start.trained else FREEZE, name)
-            if here[name] != there[other]:
+            if new_shapes[name] != old_shapes[other]:
                 self.need(ROWS, name)
-        copies = {name: other for name, other in both.items() if name in copies}
-        return copies, {name: other for name, other in both.items() if name not in copies}
+        copies = {name: other for name, other in pairs.items() if name in copies}
+        return copies, {name: other for name, other in pairs.items() if name not in copies}
 
     def _unmatched(self) -> tuple[dict[str, Shape], dict[str, Shape]]:
         """Return what is new in START without a rule, and what SRC alone has, with their shapes."""
-        here, there = self.start.shapes, self.source.shapes
+        new_shapes, old_shapes = self.start.shapes, self.source.shapes
         unnamed = (n for n in self.needed.get(NEW, ()) if not self.rules.choice(n).naming)
-        new = {name: here[name] for name in unnamed if name in here}
-        return new, {name: there[name] for name in self.needed.get(DROP, ()) if name in there}
+        new = {name: new_shapes[name] for name in unnamed if name in new_shapes}
+        return new, {
+            name: old_shapes[name] for name in self.needed.get(DROP, ()) if name in old_shapes
+        }
 
     def _may_be_renamed(self, name: str) -> bool:
         """Tell whether a frozen weight is taken for unsaved, though no file names it."""
@@ -270,8 +272,8 @@ class Matching:
     def _tied_to(self, name: str) -> str | None:
         """Return the tensor of SRC with which a name shares its values there, or in START."""
         shape, shapes = self.start.shapes[name], self.source.shapes
-        there = (tie for tie, held in self.start.tied.items() if held == name)
-        for other in filter(shapes.__contains__, (self.source.tied.get(name, ""), *there)):
+        ties = (tie for tie, tensor in self.start.tied.items() if tensor == name)
+        for other in filter(shapes.__contains__, (self.source.tied.get(name, ""), *ties)):
             is_alike = len(shapes[other]) == len(shape) and shapes[other][1:] == shape[1:]
             if is_alike and self._fits_dtype(name, other):
                 return other

@@ -226,9 +226,9 @@ class Merging:
             if lacks := [key for key in wanted if key not in index]:
                 message = f"lacks {_listed(lacks)}, which {newest} has"
                 raise DisagreementError(message, path=place)
-            held = [key for key in index if key[1] in (weights, MASTER) and key not in base_index]
-            if held:
-                message = f"has {_listed(held)}, which {newest} lacks"
+            extra = [key for key in index if key[1] in (weights, MASTER) and key not in base_index]
+            if extra:
+                message = f"has {_listed(extra)}, which {newest} lacks"
                 raise DisagreementError(message, path=place)
             for key, row in wanted.items():
                 tensor, counterpart = self._tensor(row), one.checkpoint.tensors[index[key]]

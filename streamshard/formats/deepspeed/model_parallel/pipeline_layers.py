@@ -278,9 +278,9 @@ class _OneRank:
         ]
         if len(prefixes) < 2:
             return prefixes[0] if prefixes else layer_prefix
-        beside = [name for name in state if f"{prefixes[0]}{name}" not in self._shapes]
-        if beside:
-            message = f"has '{beside[0]}' of a module that several layers share, of"
+        extra = [name for name in state if f"{prefixes[0]}{name}" not in self._shapes]
+        if extra:
+            message = f"has '{extra[0]}' of a module that several layers share, of"
             raise UnsupportedError(
                 f"{message} {show_few(prefixes)}, which are alike: not known which", path=file.path
             )
